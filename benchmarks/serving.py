@@ -1,7 +1,7 @@
 """Clients that talk at once, with jetdraft's server and with llama.cpp's.
 
 Each client has a conversation of short turns below the same long system prompt. Times
-are the client's. Each number of clients has a server of its own, with at most four slots.
+are the client's. Each number of clients has its own server, of at most four slots.
 
     python benchmarks/serving.py --bundle pair --gguf target.gguf \
         --llama /tmp/llama/bin/python --json benchmarks/results/serving.json

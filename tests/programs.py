@@ -1,13 +1,20 @@
-"""Programs of the repository as modules, and processes whose output a test reads."""
+"""Programs of the repository, run as modules, as processes and as commands in here."""
 
 import importlib.util
 import subprocess
 import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+from click import Command
+from click.testing import CliRunner, Result
+
+from jetdraft.cli import main
+from jetdraft.errors import OptionError
 
 ROOT = Path(__file__).parents[1]
 
@@ -38,3 +45,55 @@ def printed(*command: object, **how: Any) -> str:
 
 def python(code: str, *arguments: object, **how: Any) -> str:
     return printed(sys.executable, "-c", code, *arguments, **how)
+
+
+INTERRUPTIBLE = """
+import signal
+from jetdraft.cli import main
+from jetdraft.errors import OptionError
+# A shell's background jobs ignore Ctrl-C, and so do their children.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+main()
+"""
+"""The command line as a terminal would start it, for `python -c`."""
+
+
+def jetdraft(
+    *arguments: object, stdin: str | bytes | None = None, command: Command = main
+) -> Result:
+    """What `jetdraft ARGUMENTS`, or another command, prints and how it ends."""
+    return CliRunner().invoke(command, [str(part) for part in arguments], input=stdin)
+
+
+def succeed(*arguments: object, **how: Any) -> Result:
+    """What a command prints, see `jetdraft`, that must end well."""
+    result = jetdraft(*arguments, **how)
+    assert result.exit_code == 0, (result.output, result.exception)
+    return result
+
+
+def without(package: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    """What a process prints in which `jetdraft ARGUMENTS` finds no such package."""
+    code = f"import sys; sys.modules['{package}'] = None\n"
+    code += "from jetdraft.cli import main; main(sys.argv[1:])"
+    return ended(sys.executable, "-c", code, *arguments, cwd=ROOT)
+
+
+def assert_refused(
+    result: Result, *said: str, of: Callable[[Iterable[bool]], bool] = all
+) -> None:
+    """Exit code 2 and one line, which says all (or any) of this."""
+    assert isinstance(result.exception, SystemExit), repr(result.exception)
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    assert result.stderr.startswith("error: ")
+    assert result.stderr.count("\n") == 1, result.stderr
+    assert of(part in result.stderr for part in said), result.stderr
+
+
+@contextmanager
+def refused_option(words: str, field: str = "drafting") -> Iterator[None]:
+    """An option is refused in these words, a regular expression, and by its name."""
+    with pytest.raises(OptionError, match=words) as refusal:
+        yield
+    assert refusal.value.field == field

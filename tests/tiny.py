@@ -1,4 +1,4 @@
-"""Tiny random checkpoints, made in a moment and never downloaded."""
+"""Tiny random checkpoints, made in a moment and never downloaded, and their exports."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -17,6 +17,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from jetdraft.bundle import Bundle
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.folder import weights_sha256
 from jetdraft.checkpoints.streams import (
@@ -30,6 +31,8 @@ from jetdraft.checkpoints.streams import (
     StreamSettings,
     add_adapters,
 )
+from jetdraft.export.exporter import ExportOptions, export
+from jetdraft.recipe import Recipe
 
 END_OF_TEXT = "<|endoftext|>"
 VOCAB_SIZE = 288
@@ -261,3 +264,20 @@ def tokenizer(
     for token in added:
         (made.add_special_tokens if token.special else made.add_tokens)([token])
     return made
+
+
+def exported(
+    source: str | Path,
+    output: Path,
+    recipe: str = "none",
+    drafter: str | Path | None = None,
+    head: str | Path | None = None,
+    drafter_recipe: str = "none",
+    **options: Any,
+) -> Bundle:
+    """The bundle of a checkpoint, with integers in blocks of 32 where it has any."""
+    recipes = Recipe.parse(recipe, 32), Recipe.parse(drafter_recipe, 32)
+    sizes = {"capacity": 64, "max_width": 16, "fast": True}
+    settings = ExportOptions(*recipes, **{**sizes, **options})
+    own, beside = (str(path) if path else None for path in (drafter, head))
+    return export(str(source), output, own, settings, head=beside)

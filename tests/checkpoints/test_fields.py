@@ -36,13 +36,18 @@ from jetdraft.checkpoints.model_reader import load_tokenizer
 from jetdraft.errors import CheckpointError, UnsupportedModelError
 from jetdraft.server.generation_request import GenerationRequest
 from tests import manifests
-from tests.cli.running import jetdraft as command
 from tests.documents import ROOT
-from tests.exports import exported
 from tests.ggufs import adding, write_gguf
+from tests.programs import jetdraft as command
 from tests.sources import CONFIGS
 from tests.sources import save as save_source
-from tests.tiny import drafter_config, llama_config, save_checkpoint, save_tokenizer
+from tests.tiny import (
+    drafter_config,
+    exported,
+    llama_config,
+    save_checkpoint,
+    save_tokenizer,
+)
 
 PAGE = ROOT / "docs" / "checkpoints.md"
 TABLES = {

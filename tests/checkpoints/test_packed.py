@@ -1,4 +1,4 @@
-"""Checkpoints by every method that is read, packed here bit by bit from its layout."""
+"""Packed checkpoints by every method, and weights that stay as they are stored."""
 
 import itertools
 import json
@@ -7,8 +7,10 @@ from functools import partial
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import pytest
 import torch
+import transformers
 from compressed_tensors.compressors import PackedQuantizationCompressor
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from onnx import numpy_helper
@@ -16,11 +18,14 @@ from safetensors.torch import load_file, save_file
 
 import jetdraft
 from jetdraft.checkpoints.checkpoint import Checkpoint
+from jetdraft.contracts.step_contract import StepContract
 from jetdraft.errors import CheckpointError, OptionError, UnsupportedModelError
 from jetdraft.export.exporter import ExportOptions, export
+from jetdraft.export.step import Step, kv_shapes
+from jetdraft.export.tracer import trace
 from jetdraft.quant.choice import Limit
 from jetdraft.recipe import Recipe
-from tests.tiny import llama_config, save_checkpoint
+from tests.tiny import SIZES, exported, llama_config, save_checkpoint
 
 GROUP, IDS = 32, list(range(20))
 quick = partial(ExportOptions, Recipe("none"), capacity=64, max_width=32, fast=True)
@@ -182,7 +187,7 @@ def packed_matrices(bundle):
     params=[("gptq", 2), ("awq", 1), ("compressed 8", 1)],
     ids=lambda param: param[0],
 )
-def exported(request, tmp_path_factory):
+def packed_bundle(request, tmp_path_factory):
     """A checkpoint, the numbers it was packed from, its bits and its bundle."""
     name, layers = request.param
     folder = tmp_path_factory.mktemp("packed")
@@ -193,8 +198,8 @@ def exported(request, tmp_path_factory):
     return source, numbers, FORMATS[name][1]["bits"], folder / "bundle"
 
 
-def test_they_go_straight_into_the_graph(exported):
-    _, expected, bits, bundle = exported
+def test_they_go_straight_into_the_graph(packed_bundle):
+    _, expected, bits, bundle = packed_bundle
     products = packed_matrices(bundle)
     layers = [f"model.layers.{i}" for i in range(len(expected) // 7)]
     together = [["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"]]
@@ -221,8 +226,8 @@ def eager_logits(source):
         return model(torch.tensor([IDS]), use_cache=False).logits[0].numpy()
 
 
-def test_a_packed_model_computes_what_its_integers_stand_for(exported):
-    source, _, _, bundle = exported
+def test_a_packed_model_computes_what_its_integers_stand_for(packed_bundle):
+    source, _, _, bundle = packed_bundle
     with jetdraft.load(bundle) as model:
         logits = model.parts.target.run(IDS).logits
     alike = np.corrcoef(logits.ravel(), eager_logits(source).ravel())[0, 1]
@@ -402,3 +407,80 @@ def test_four_bits_of_bitsandbytes_are_no_integers(base):
     rewrite(base, kept, quant_method="bitsandbytes")
     with pytest.raises(UnsupportedModelError, match="nf4"):
         Checkpoint.load(str(base), torch.float32)
+
+
+ROW = torch.arange(30)[None]
+
+
+@pytest.fixture
+def half(tmp_path):
+    """A checkpoint of one layer whose file holds halves."""
+    folder = save_checkpoint(tmp_path / "half", llama_config(num_hidden_layers=1))
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    model.half().save_pretrained(folder)
+    return folder
+
+
+def logits(model):
+    with torch.no_grad():
+        model.set_attn_implementation("eager")
+        return model(ROW, use_cache=False).logits
+
+
+@pytest.mark.parametrize("large", [0, 1 << 28])
+def test_halves_are_computed_with_in_single_precision(half, large, monkeypatch):
+    monkeypatch.setattr("jetdraft.checkpoints.parameters.LARGE_TABLE", large)
+    model = Checkpoint.load(str(half), torch.float32).model
+    whole = transformers.AutoModelForCausalLM.from_pretrained(half, dtype=torch.float32)
+    assert torch.equal(logits(model), logits(whole))
+    assert {p.dtype for p in model.parameters()} == {torch.float16}
+
+
+def test_they_are_halves_again_when_a_pass_fails(half):
+    model = Checkpoint.load(str(half), torch.float32).model
+    with pytest.raises(IndexError):
+        model(torch.tensor([[1 << 20]]))
+    assert {p.dtype for p in model.parameters()} == {torch.float16}
+    assert torch.isfinite(logits(model)).all()
+
+
+def test_what_a_model_computes_for_itself_is_not_rounded(tmp_path):
+    """Gemma multiplies its embeddings with the root of their size."""
+    config = transformers.Gemma3TextConfig(**{**SIZES, "hidden_size": 72}, head_dim=16)
+    folder = save_checkpoint(tmp_path / "gemma", config, tokenizer=False)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    model.bfloat16().save_pretrained(folder)
+    found = Checkpoint.load(str(folder), torch.float32).model
+    whole = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32
+    )
+    assert torch.equal(logits(found), logits(whole))
+    rounded = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    assert not torch.equal(logits(rounded.float()), logits(whole)), "it would matter"
+
+
+def test_a_traced_graph_holds_no_copy_of_a_matrix(half):
+    checkpoint = Checkpoint.load(str(half), torch.float32)
+    shapes = kv_shapes(checkpoint.model)
+    # As the next test has it, which then needs no trace.
+    contract = StepContract(288, 64, 32, "float32", shapes, spare_slots=1)
+    graph = trace(Step(checkpoint.model, contract), checkpoint.weight_names()).graph
+    matrices = [
+        value.const_value
+        for value in graph.initializers.values()
+        if value.const_value is not None and len(value.const_value.shape) == 2
+    ]
+    assert len(matrices) == 1 + 7
+    assert all(isinstance(each, ir.LazyTensor) for each in matrices)
+
+
+def test_a_bundle_of_halves_is_that_of_the_same_numbers_in_single(half, tmp_path):
+    model = transformers.AutoModelForCausalLM.from_pretrained(half, dtype="float32")
+    model.save_pretrained(tmp_path / "single")
+    for name in ("half", "single"):
+        exported(tmp_path / name, tmp_path / f"{name}-bundle", "int4", max_width=32)
+    one, other = (
+        np.fromfile(tmp_path / f"{name}-bundle" / "target.onnx.data", np.uint8)
+        for name in ("half", "single")
+    )
+    np.testing.assert_array_equal(one, other)

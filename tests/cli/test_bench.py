@@ -8,8 +8,8 @@ import pytest
 from jetdraft.bench import tuning
 from jetdraft.bundle import Bundle
 from jetdraft.devices.detection import Meter
-from tests.cli.running import assert_refused, jetdraft, succeed
 from tests.devices.trees import POWER, write
+from tests.programs import assert_refused, jetdraft, succeed
 
 METRICS = {
     *("acceptance_rate", "tokens_per_pass", "accepted_by_position", "speedup"),

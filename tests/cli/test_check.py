@@ -7,7 +7,7 @@ from jetdraft.cli import check
 from jetdraft.cli.check import Comparison
 from jetdraft.runtime.measured.widths import Widths
 from jetdraft.runtime.planning.registry import methods_of
-from tests.cli.running import jetdraft, succeed
+from tests.programs import jetdraft, succeed
 
 
 @pytest.fixture(scope="module")

@@ -29,8 +29,7 @@ from jetdraft.export.request import ExportRequest, export
 from jetdraft.options import Flag, declared_options, takes
 from jetdraft.ort import _MissingPackage
 from jetdraft.runtime.planning.registry import methods
-from tests.cli.running import assert_refused, jetdraft, succeed
-from tests.programs import ended, python
+from tests.programs import assert_refused, ended, jetdraft, python, succeed
 
 VERBS = [
     *("export", "generate", "embed", "transcribe", "chat", "serve", "bench", "check"),

@@ -10,8 +10,8 @@ import pytest
 
 from jetdraft.bundle import MANIFEST
 from jetdraft.testing import toy_bundle
-from tests.cli.running import assert_refused, jetdraft
 from tests.cli.test_help import COMMANDS, options
+from tests.programs import assert_refused, jetdraft
 
 GENERATE = "generate {bundle} -p ' the self' -n 24 -t 1 "
 BENCH = "bench {bundle} --max-new-tokens=12 --repeats=2 --threads=1 "

@@ -14,7 +14,7 @@ from jetdraft.learning.lessons import (
     drafter_sha256,
 )
 from jetdraft.runtime.text.codec import TextCodec
-from tests.cli.running import assert_refused, jetdraft, succeed
+from tests.programs import assert_refused, jetdraft, succeed
 from tests.server.serving import started
 from tests.toy_drafter import arrays_of, put_on_trial, random_arrays
 

@@ -11,7 +11,7 @@ import click
 import pytest
 
 from jetdraft.cli.train import command as trainers
-from tests.cli.running import INTERRUPTIBLE, assert_refused, jetdraft, succeed, without
+from tests.programs import INTERRUPTIBLE, assert_refused, jetdraft, succeed, without
 from tests.tiny import llama_config, save_checkpoint
 
 PAGE = Path(__file__).parents[2] / "docs" / "training.md"

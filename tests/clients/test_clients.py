@@ -1,7 +1,7 @@
 """Clients of other people, unmodified, against the toy; `scripts/clients` runs this.
 
-Each has an environment of its own in the folder that JETDRAFT_CLIENTS names, and a
-script here, which ends with an error if anything is not as the client has it.
+Each has an environment of its own in the folder that JETDRAFT_CLIENTS names. A script
+uses it there, and ends with an error if anything is not as the client has it.
 """
 
 import os
@@ -34,10 +34,9 @@ def address(toy):
 @pytest.mark.parametrize("client", CLIENTS)
 def test_a_client(address, client):
     own = Path(FOLDER or "") / client
-    script = Path(__file__).with_name(f"use_{client.replace('-', '_')}.py")
-    command = own / "bin" / "python", script
+    here = Path(__file__)
+    command = own / "bin" / "python", here.with_name("uses.py"), client
     if client == "ai":  # node looks for packages beside the script
-        shutil.copy(script.with_suffix(".mjs"), own)
-        command = "node", own / "use_ai.mjs"
+        command = "node", shutil.copy(here.with_name("use_ai.mjs"), own)
     done = ended(*command, address, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -27,8 +27,8 @@ from jetdraft.devices.trial import GRAPH
 from jetdraft.errors import ProviderError
 from jetdraft.runtime.passes import session
 from jetdraft.runtime.passes.session import _check_provider
-from tests.cli.running import assert_refused, jetdraft, succeed
 from tests.devices.trees import ORIN_NANO, THOR, write
+from tests.programs import assert_refused, jetdraft, succeed
 
 CUDA = (
     "[E:onnxruntime] Failed to load library /x/libonnxruntime_providers_cuda.so with "

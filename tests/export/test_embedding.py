@@ -23,10 +23,10 @@ from jetdraft.errors import (
 from jetdraft.server import Limits
 from jetdraft.server.app import Service
 from tests import tiny
-from tests.cli.running import assert_refused
-from tests.cli.running import jetdraft as run
-from tests.exports import exported
+from tests.programs import assert_refused
+from tests.programs import jetdraft as run
 from tests.server.serving import served
+from tests.tiny import exported
 
 SIZES = {**tiny.SIZES, "head_dim": 16}
 TEXTS = ["def f(self):", "x", "for the range in return " * 3, ""]

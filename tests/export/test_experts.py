@@ -3,14 +3,12 @@
 import json
 import re
 import shutil
-import sys
 from collections import Counter
 from types import SimpleNamespace
 
 import families
 import numpy as np
 import onnx
-import onnx_ir as ir
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -19,24 +17,20 @@ import jetdraft
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.errors import CheckpointError, OptionError, UnsupportedModelError
 from jetdraft.export.exporter import ExportOptions, export
-from jetdraft.export.seams import check_seams
 from jetdraft.methods.eagle.task import EagleSettings, EagleTask
 from jetdraft.quant.calibration import Windows, own_attention
 from jetdraft.quant.divergence import Divergence
 from jetdraft.recipe import Recipe
 from jetdraft.runtime.measured.cost_model import MIN_MS
-from jetdraft.runtime.passes.graph import Graph
-from jetdraft.runtime.passes.session import StepSessions, open_session
 from jetdraft.runtime.sampling.chooser import Sampling
 from tests.checkpoints.heads import layouts
 from tests.checkpoints.heads import test_acceptance_gate as gate
 from tests.checkpoints.heads.conftest import watched
 from tests.checkpoints.heads.test_mtp import edit
 from tests.export import test_architectures as architectures
-from tests.exports import exported
-from tests.runtime.fake_method import tokens_of
+from tests.runtime.method_bundles import tokens_of
 from tests.runtime.test_generation import PROMPT, SPOILS, Scripted
-from tests.tiny import MIXTURES, VOCAB_SIZE, save_checkpoint
+from tests.tiny import MIXTURES, VOCAB_SIZE, exported, save_checkpoint
 from tests.train.periodic import teach
 from tools.recipes.quality import compare
 
@@ -49,18 +43,12 @@ def case(request, tmp_path_factory):
     config, folder = MIXTURES[request.param](), tmp_path_factory.mktemp("mixture")
     config._experts_implementation = "eager"
     checkpoint = architectures.load(config, folder / "checkpoint")
-    with pytest.MonkeyPatch.context() as patch:
-        scope = sys.modules[type(checkpoint.model).__module__]
-        by_row = getattr(scope, "torch_recurrent_gated_delta_rule", None)
-        patch.setattr(scope, "torch_chunk_gated_delta_rule", by_row, raising=False)
+    with architectures.row_by_row(checkpoint.model):
         weights = checkpoint.model.state_dict()
         expected = architectures.transformers_logits(config, weights, TOKENS)
         chosen = chosen_experts(checkpoint.model)
-    contract = architectures.contract_of(checkpoint, 256)
-    check_seams(checkpoint.model, contract)
-    ir.save(architectures.traced(checkpoint, contract), folder / "step.onnx")
-    sessions = StepSessions(open_session(folder / "step.onnx", "cpu"), contract)
-    return SimpleNamespace(graph=Graph(sessions), expected=expected, chosen=chosen)
+    graph = architectures.graph_of(checkpoint, folder / "step.onnx", 256)
+    return SimpleNamespace(graph=graph, expected=expected, chosen=chosen)
 
 
 def chosen_experts(model) -> np.ndarray:
@@ -170,7 +158,7 @@ def test_kl_is_that_of_the_bundle_as_it_runs(name, tmp_path):
     checkpoint = Checkpoint.load(str(source), torch.float32)
     graphs, recipe = [], Recipe("q4_0")
     for each in (Recipe("none"), recipe):
-        path = exported(source, tmp_path / each.name, each.name, capacity=256).path
+        path = exported(source, tmp_path / each.name, each.name, **SIZES).path
         graphs.append(jetdraft.load(path, threads=1).parts.target)
     windows = Windows(torch.tensor(TOKENS)[None])
     kl = compare(*graphs, windows.ids.tolist()).kl_mean
@@ -219,7 +207,7 @@ def test_an_export_reads_a_matrix_at_a_time(name, tmp_path, monkeypatch):
             sizes.append(count) or read(file, kind, count, offset=offset)
         ),
     )
-    exported(source, tmp_path / "bundle", "q4_0")
+    exported(source, tmp_path / "bundle", "q4_0", **SIZES)
     width = getattr(config, "moe_intermediate_size", config.intermediate_size)
     parts = 1 if name == "qwen3_moe" else 2  # gate and other columns, where stacked
     largest = 4 * config.hidden_size * width * parts
@@ -364,7 +352,7 @@ def test_an_mtp_module_with_experts_drafts_what_it_learned(learned, mistake, tmp
     """Chains and trees keep the text; only the right experts are accepted."""
     head = shutil.copytree(learned / "head", tmp_path / "head")
     edit(head, lambda own: {n: MISTAKES[mistake](n, t) for n, t in own.items()})
-    bundle = exported(learned / "target", tmp_path / "b", head=head, capacity=256)
+    bundle = exported(learned / "target", tmp_path / "b", head=head, **SIZES)
     words = gate.text().tolist()
     how = {"token_ids": words[:40], "max_new_tokens": 90, "ignore_eos": True}
     with jetdraft.load(bundle.path, threads=1) as model:

@@ -54,9 +54,7 @@ def in_graph(graph, features, start, end, known=()):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_graph_does_what_the_module_does(made, layout):
     bundle, source, folder, _ = made(layout)
-    target, graph = graphs(bundle)
-    features = target.run(TOKENS[:14]).features
-    features = None if features is None else features.copy()
+    graph, features = graph_and_features(bundle)
     drafter = load_head(folder, Checkpoint.load(source, torch.float32), torch.float32)
     compared = 0
     graph.cache.rewind(0)

@@ -15,9 +15,14 @@ from jetdraft.checkpoints.model_reader import check_exportable
 from jetdraft.export.exporter import ExportOptions
 from jetdraft.recipe import Recipe
 from tests.checkpoints.heads.test_mtp import edit
-from tests.exports import exported
 from tests.programs import python
-from tests.tiny import SHARING, drafter_config, save_checkpoint, save_tokenizer
+from tests.tiny import (
+    SHARING,
+    drafter_config,
+    exported,
+    save_checkpoint,
+    save_tokenizer,
+)
 
 INT8 = Recipe("int8", 32)
 LARGE_VOCABULARY = 151_936

@@ -12,9 +12,8 @@ from jetdraft.errors import OptionError
 from jetdraft.export.exporter import ExportOptions
 from jetdraft.export.step import log_sum_exp
 from jetdraft.recipe import Recipe
-from tests.exports import exported
 from tests.quant.test_sensitivity import TEXT
-from tests.tiny import llama_config, save_checkpoint
+from tests.tiny import exported, llama_config, save_checkpoint
 
 CAPACITY = 48
 WIDTHS = (1, 2, 3, 5, 8)

@@ -20,10 +20,9 @@ from jetdraft.runtime.drafts.rows import Rows
 from jetdraft.runtime.measured.survey import Survey
 from jetdraft.runtime.passes.graph import Graph
 from jetdraft.runtime.proposers.proposer import Observer
-from tests.cli.running import assert_refused
-from tests.cli.running import jetdraft as run
-from tests.exports import exported
-from tests.tiny import VOCAB_SIZE, llama_config, save_checkpoint
+from tests.programs import assert_refused
+from tests.programs import jetdraft as run
+from tests.tiny import VOCAB_SIZE, exported, llama_config, save_checkpoint
 
 ROWS = 32
 

@@ -17,7 +17,7 @@ from jetdraft.errors import (
 )
 from jetdraft.runtime.speech.sound import log_mel
 from tests import manifests, whispers
-from tests.exports import exported
+from tests.tiny import exported
 
 FRAMES = 2 * whispers.SLOTS
 

@@ -1,10 +1,90 @@
-"""Attacks on jetdraft with drawn cases; scripts/fuzz runs them for long."""
+"""Attacks on jetdraft with drawn cases; scripts/fuzz runs them for long.
 
+A subject is what is attacked, case by case, each case made of a number.
+"""
+
+import traceback
+from abc import ABC, abstractmethod
+from collections import Counter
 from importlib import import_module
-from typing import TYPE_CHECKING
+from pathlib import Path
+from random import Random
+from typing import ClassVar
 
-if TYPE_CHECKING:
-    from tests.fuzz.subject import Subject
+BLOCK = 50
+"""Cases that share what they leave behind; then a subject starts afresh."""
+
+
+class Fault(AssertionError):
+    """What must not be; any other exception out of a case is a fault too."""
+
+
+class Subject(ABC):
+    """Attacks one part of jetdraft; `folder` is its own, empty at the start.
+
+    A `light` subject leaves out what takes long to prepare. `seconds` is the time
+    after which a case counts as hanging, `unit` how many of its `things` a case tries.
+
+        with SameText(folder) as subject:
+            subject.run(Random("same-text:12345"))    # "same"
+    """
+
+    name: ClassVar[str]
+    things: ClassVar[str] = "cases"
+    unit: ClassVar[int] = 1
+    seconds: ClassVar[float] = 60.0
+
+    def __init__(self, folder: Path, light: bool = False) -> None:
+        self.folder, self.light = folder, light
+        self.facts: Counter[str] = Counter()
+        """Counts beside the counts of outcomes, for the closing line."""
+
+    @classmethod
+    def environment(cls) -> dict[str, str]:
+        """More variables for the process of a subject that is not light."""
+        return {}
+
+    @abstractmethod
+    def run(self, draw: Random) -> str:
+        """Try a case that `draw` decides; gives its outcome in a few words."""
+
+    def refresh(self) -> None:
+        """Forget what earlier cases left."""
+
+    def finish(self) -> None:
+        """Check what only shows after many cases; raises `Fault`."""
+
+    def close(self) -> None:
+        """Free everything."""
+
+    def __enter__(self) -> "Subject":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+class Draw(Random):
+    """Draws a case, whose number it knows."""
+
+    number = 0
+
+
+def case(subject: type[Subject] | Subject, number: int) -> Draw:
+    draw = Draw(f"{subject.name}:{number}")
+    draw.number = number
+    return draw
+
+
+def place_of(error: BaseException) -> str:
+    """An error's type and its deepest line in jetdraft, to tell faults apart."""
+    if isinstance(error, Fault):
+        return f"{' '.join(str(error).split())[:60]}..."
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [f for f in frames if "/jetdraft/" in f.filename] or frames[-1:]
+    where = f"{Path(own[-1].filename).name}:{own[-1].lineno}" if own else "?"
+    return f"{type(error).__name__} at {where}"
+
 
 SUBJECTS = {
     "same-text": "tests.fuzz.same_text:SameText",
@@ -20,7 +100,7 @@ SUBJECTS = {
 """Where the subjects are, by their names."""
 
 
-def subject_named(name: str) -> "type[Subject]":
+def subject_named(name: str) -> type[Subject]:
     """A subject; what only others need is not imported, since a soak weighs it."""
     module, _, kind = SUBJECTS[name].partition(":")
     subject: type[Subject] = getattr(import_module(module), kind)

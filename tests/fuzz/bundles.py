@@ -30,28 +30,25 @@ from jetdraft.learning.lessons import (
 from jetdraft.manifest import MANIFEST, sha256_of
 from jetdraft.runtime.piece import Result
 from jetdraft.testing import toy_bundle
+from tests.fuzz import Fault, Subject
 from tests.fuzz.damages import (
     DAMAGES,
-    difference,
-    hash_again,
-    poison,
-    replace_by_odd,
-    seal_again,
-)
-from tests.fuzz.mutations import (
     Explodes,
     damaged_bytes,
     damaged_json,
     damaged_npz,
+    difference,
+    hash_again,
     manifest_routes,
+    poison,
+    replace_by_odd,
     routes,
+    seal_again,
     write_json,
 )
-from tests.fuzz.other_bundles import streamed_bundle
 from tests.fuzz.requests import table_of_texts
-from tests.fuzz.subject import Fault, Subject
 from tests.toy_drafter import choose, put_on_trial, random_arrays
-from tests.toy_graphs import METHODS, toy_block, toy_eagle
+from tests.toy_graphs import METHODS, streamed_bundle, toy_block, toy_eagle
 
 PROMPT = [5, 8, 9, 40, 41, 5, 8, 9, 40]
 OPTIONS: dict[str, Any] = {"max_new_tokens": 10, "ignore_eos": False}

@@ -22,8 +22,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from tests.fuzz import SUBJECTS, subject_named
-from tests.fuzz.subject import BLOCK, Subject, case, place_of
+from tests.fuzz import BLOCK, SUBJECTS, Subject, case, place_of, subject_named
 
 MAX_BYTES = 6_000_000_000
 """A process with more memory counts as a fault."""

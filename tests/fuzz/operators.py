@@ -11,7 +11,7 @@ import numpy as np
 
 from jetdraft import native
 from jetdraft.quant.grids import GRIDS
-from tests.fuzz.subject import Subject
+from tests.fuzz import Subject
 from tests.native.operators import ARRAYS, Attending, random_matrix, session
 from tests.programs import ROOT
 

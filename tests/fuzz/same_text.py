@@ -1,27 +1,183 @@
 """Any request gives the text of plain decoding, whatever is drafted and was before."""
 
 import os
-from functools import partial
+import shutil
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from itertools import cycle
 from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
 from typing import Any, ClassVar
+from unittest import mock
 
-from jetdraft.errors import BundleError, OptionError, StoreError
+import jetdraft
+from jetdraft.devices.providers import PROVIDERS, try_provider
+from jetdraft.errors import BundleError, JetdraftError, OptionError, StoreError
 from jetdraft.methods import Method, Proposer, Rows, Traits, registered
+from jetdraft.runtime.model import Model
 from jetdraft.runtime.passes.graph import Graph
 from jetdraft.runtime.piece import Result
+from jetdraft.runtime.sampling.chooser import Chooser
 from jetdraft.runtime.text.stops import StopWatcher
-from tests.fuzz.disturbances import Disturbances
+from jetdraft.testing import toy_bundle
+from tests.families import FAMILIES, made
+from tests.fuzz import Draw, Fault, Subject
 from tests.fuzz.requests import (
     draw_drafting,
     draw_options,
     draw_prompt,
+    draw_verifier,
     table_of_texts,
     words,
 )
-from tests.fuzz.subject import Draw, Fault, Subject
-from tests.fuzz.worlds import World, made_worlds, worlds_of
+from tests.toy_drafter import put_on_trial, random_arrays
+from tests.toy_graphs import (
+    METHODS,
+    resized,
+    respelled,
+    streamed_bundle,
+    toy_block,
+    toy_eagle,
+)
+
+SIZES = ((16, 2), (17, 3), (64, 5), (40, 16), (200, 33))
+"""Capacity and width of the toy bundle's siblings."""
+
+BUNDLES = "JETDRAFT_FUZZ_BUNDLES"
+"""The variable with more bundles, divided by colons."""
+
+EXPORTED = Path(__file__).parents[2] / "bundles"
+"""Where scripts/demo puts a trained pair."""
+
+LEARNED = "learned"
+"""The folder of what the toy has learned from use."""
+
+MAX_KEPT = 4000
+"""Plain texts that are kept."""
+
+
+@dataclass
+class World:
+    """A bundle with two models: one is attacked, the other only decodes plainly."""
+
+    name: str
+    bundle: Path
+    store: Path | None = None
+    learn: Path | None = None
+    provider: str | None = None
+    share: int = 10
+    _kept: dict[str, Result] = field(default_factory=dict)
+
+    @cached_property
+    def model(self) -> jetdraft.Model:
+        return jetdraft.load(
+            self.bundle, threads=1, store=self.store, learn=self.learn,
+            provider=self.provider,
+        )  # fmt: skip
+
+    @cached_property
+    def reference(self) -> jetdraft.Model:
+        """Another model, without a store, that nothing disturbs."""
+        return jetdraft.load(self.bundle, threads=1, provider=self.provider)
+
+    @property
+    def capacity(self) -> int:
+        return self.reference.bundle.target.contract.capacity
+
+    def plain(self, ids: list[int], options: dict[str, Any]) -> Result:
+        key = repr((ids, sorted(options.items(), key=lambda pair: pair[0])))
+        if key not in self._kept:
+            self.reference.forget()
+            result = self.reference.generate(token_ids=ids, method="none", **options)
+            if len(self._kept) >= MAX_KEPT:
+                del self._kept[next(iter(self._kept))]
+            self._kept[key] = result
+        return self._kept[key]
+
+    def close(self) -> None:
+        for name in ("model", "reference"):
+            if name in vars(self):
+                with suppress(JetdraftError):
+                    vars(self).pop(name).close()
+
+
+def worlds_of(folder: Path, light: bool) -> Iterator[World]:
+    """All worlds but hybrids; a `light` subject does without the last."""
+    yield from toy_worlds(folder)
+    yield from head_worlds(folder)
+    if not light:
+        yield from other_worlds(folder)
+
+
+def toy_worlds(folder: Path) -> Iterator[World]:
+    """The toy bundle, which has a store and learns, and its siblings."""
+    toy = toy_bundle(folder / "toy")
+    yield World("toy", toy, folder / "store.sqlite", folder / LEARNED, share=40)
+    for capacity, width in SIZES:
+        name = f"toy-{capacity}-{width}"
+        yield World(name, resized(toy, folder / name, capacity, width))
+    for family in FAMILIES:
+        name = f"toy-{family}"
+        yield World(name, respelled(toy, folder / name, made(family)))
+
+
+def head_worlds(folder: Path) -> Iterator[World]:
+    """Targets that give features, with heads and drafters that fill a block."""
+    yield World("toy-eagle", toy_eagle(folder / "toy-eagle"), folder / "eagle.sqlite")
+    for method in METHODS:
+        yield World(f"toy-{method}", toy_block(folder / f"toy-{method}", method))
+
+
+def made_worlds(
+    tables: str, recipes: str, folder: Path, light: bool
+) -> Iterator[World]:
+    """Families of tables in tests/tiny.py; the hybrid Qwen3.5 has an MTP module.
+
+    They have the `recipes` in turns.
+    """
+    from jetdraft.export.exporter import ExportOptions, export
+    from jetdraft.recipe import Recipe
+    from tests import tiny
+    from tests.runtime.test_recurrent import add_mtp
+
+    families = [item for name in tables.split() for item in getattr(tiny, name).items()]
+    turns = zip(families[: 2 if light else None], cycle(recipes.split()))
+    for (name, make), own in turns:
+        source = tiny.save_checkpoint(folder / f"{name}-checkpoint", make())
+        if name == "qwen3_5":
+            add_mtp(source, make())
+        recipe = Recipe.parse(own)
+        options = ExportOptions(recipe, capacity=96, max_width=32, fast=True)
+        bundle = export(str(source), folder / name, options=options)
+        yield World(name, bundle.path, folder / f"{name}.sqlite")
+
+
+def other_worlds(folder: Path) -> Iterator[World]:
+    """Streams, bundles that were named or exported, and worlds on other providers."""
+    yield World("streamed", streamed_bundle(folder / "streamed"))
+    named = [Path(path) for path in os.environ.get(BUNDLES, "").split(":") if path]
+    for bundle in named or sorted(EXPORTED.glob("*")):
+        if (bundle / "bundle.json").is_file():
+            # Profiles are written, and the caller's are not ours.
+            copy = Path(shutil.copytree(bundle, folder / f"copy-of-{bundle.name}"))
+            yield World(bundle.name, copy, folder / f"{bundle.name}.sqlite", share=5)
+            yield from _on_other_providers(World(bundle.name, copy, share=1))
+    yield from _on_other_providers(World("toy", folder / "toy", share=2))
+
+
+def _on_other_providers(world: World) -> Iterator[World]:
+    for name in PROVIDERS:
+        if name == jetdraft.Bundle.open(world.bundle).provider:
+            continue
+        if try_provider(name).runs:
+            other = World(f"{world.name}-{name}", world.bundle, provider=name, share=2)
+            with suppress(JetdraftError):  # graphs of another flavour
+                other.model  # noqa: B018
+                yield other
+
 
 Options = dict[str, Any]
 REFUSALS = (OptionError, StoreError, BundleError)
@@ -215,3 +371,109 @@ def _checked(run: Any) -> Any:
 
 def _plainly(options: dict[str, Any]) -> dict[str, Any]:
     return {**options, **({"seed": int(options["seed"])} if "seed" in options else {})}
+
+
+class Disturbances:
+    """Leaves a model in some state; prefixes are kept in `folder`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._saved: dict[str, list[Path]] = {}
+
+    def one(self, draw: Random, model: Model, prompt: list[int]) -> str:
+        kinds = [name for name in vars(type(self)) if name.startswith("_do_")]
+        kind = draw.choice(kinds).removeprefix("_do_")
+        with suppress(OptionError, StoreError):  # contradictions, a missing head
+            getattr(self, f"_do_{kind}")(draw, model, prompt)
+        return kind
+
+    def _options(self, draw: Random, model: Model) -> dict[str, object]:
+        return {**draw_options(draw, model), **draw_drafting(draw, model)}
+
+    def _do_finished(self, draw: Random, model: Model, prompt: list[int]) -> None:
+        model.generate(token_ids=prompt, **self._options(draw, model))
+
+    def _do_inexact(self, draw: Random, model: Model, prompt: list[int]) -> None:
+        options = {**self._options(draw, model), "exact": False}
+        model.generate(token_ids=prompt, **options)
+
+    def _do_verifier(self, draw: Random, model: Model, prompt: list[int]) -> None:
+        options = {**draw_options(draw, model), **draw_verifier(draw)}
+        model.generate(token_ids=prompt, **options)
+
+    def _do_left(self, draw: Random, model: Model, prompt: list[int]) -> None:
+        stream = model.stream(token_ids=prompt, **self._options(draw, model))
+        for _ in range(draw.randint(0, 3)):
+            next(stream, None)
+
+    def _do_cancelled(self, draw: Random, model: Model, prompt: list[int]) -> None:
+        stream = model.stream(token_ids=prompt, **self._options(draw, model))
+        next(stream, None)
+        model.cancel()
+        if stream.result().finish_reason == "":
+            raise AssertionError("a cancelled generation has no finish reason")
+
+    def _do_deadline(self, draw: Random, model: Model, prompt: list[int]) -> None:
+        model.generate(token_ids=prompt, **self._options(draw, model), max_seconds=1e-6)
+
+    def _do_interrupted(self, draw: Random, model: Model, prompt: list[int]) -> None:
+        left, choose = [draw.randint(0, 5)], Chooser.choose
+
+        def interrupted(*arguments: object) -> list[int]:
+            left[0] -= 1
+            if left[0] < 0:
+                raise KeyboardInterrupt
+            return choose(*arguments)  # type: ignore[arg-type]
+
+        options = self._options(draw, model)
+        with (
+            mock.patch.object(Chooser, "choose", interrupted),
+            suppress(KeyboardInterrupt),
+        ):
+            model.generate(token_ids=prompt, **options)
+
+    def _do_forgotten(self, draw: Random, model: Model, prompt: list[int]) -> None:
+        model.forget()
+
+    def _do_busy(self, draw: Random, model: Model, prompt: list[int]) -> None:
+        with model.stream(token_ids=prompt, max_new_tokens=40, method="none") as stream:
+            if next(stream, None) is None:
+                return
+            try:
+                model.generate(token_ids=prompt)
+            except JetdraftError:
+                return
+        if stream.stats.finish_reason == "cancelled":
+            raise AssertionError("two generations used the same buffers")
+
+    def _do_learned(self, draw: Random, model: Model, prompt: list[int]) -> None:
+        """Other weights are on trial, and enough is drafted for them to begin."""
+        if model.parts.learning is None:
+            return
+        bundle, folder = model.bundle.path, self.folder / LEARNED
+        arrays = random_arrays(bundle, seed=draw.randrange(4))
+        put_on_trial(folder, bundle, arrays, before=draw.choice(("", *_sets(folder))))
+        options = {"method": "draft", "num_draft_tokens": 15, "max_new_tokens": 60}
+        for _ in range(draw.randint(1, 6)):
+            model.generate(token_ids=prompt, ignore_eos=True, **options)
+
+    def forget(self) -> None:
+        """Load none of the prefixes that were saved so far."""
+        self._saved.clear()
+
+    def _do_prefix_saved(self, draw: Random, model: Model, prompt: list[int]) -> None:
+        owner = str(model.bundle.path)
+        files = self._saved.setdefault(owner, [])
+        number = list(self._saved).index(owner)
+        file = self.folder / f"prefix-{number}-{len(files) % 8}.npz"
+        model.save_prefix(file, prompt)
+        files.append(file)
+
+    def _do_prefix_loaded(self, draw: Random, model: Model, prompt: list[int]) -> None:
+        files = self._saved.get(str(model.bundle.path), [])
+        if files:
+            model.load_prefix(draw.choice(files))
+
+
+def _sets(folder: Path) -> list[str]:
+    return sorted(entry.name for entry in folder.iterdir() if len(entry.name) == 64)

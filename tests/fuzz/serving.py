@@ -22,8 +22,8 @@ from jetdraft.server.generation_request import (
     READ_FIELDS,
 )
 from jetdraft.testing import toy_bundle
-from tests.fuzz.mutations import DEEP, VALUES, routes
-from tests.fuzz.subject import Fault, Subject
+from tests.fuzz import Fault, Subject
+from tests.fuzz.damages import DEEP, VALUES, routes
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 SAY = [{"role": "user", "content": "Tell me the speed."}]

@@ -14,9 +14,9 @@ import psutil
 
 import jetdraft
 from jetdraft.testing import toy_bundle
+from tests.fuzz import Fault, Subject
 from tests.fuzz.requests import CONSTRAINTS
 from tests.fuzz.serving import BODIES, JSON, Serving
-from tests.fuzz.subject import Fault, Subject
 
 WARM, LIGHTLY_WARM = 60, 8
 """Cases until about all widths, methods and lengths were seen; of a light subject."""

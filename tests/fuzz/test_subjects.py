@@ -4,11 +4,10 @@ from unittest import mock
 
 import pytest
 
-from tests.fuzz import SUBJECTS, driver, subject_named
+from tests.fuzz import BLOCK, SUBJECTS, case, driver, subject_named
 from tests.fuzz.driver import Report, supervise
 from tests.fuzz.faults import Faults
 from tests.fuzz.soak import Soak
-from tests.fuzz.subject import BLOCK, case
 
 
 # numpy leaves a damaged npz open until it is collected.

@@ -25,6 +25,16 @@ from jetdraft.methods import (
 from tests.programs import ended
 
 HERE = Path(__file__).parent
+LINES = """
+import json, sys
+from click.testing import CliRunner
+from jetdraft.cli import main
+results = [CliRunner().invoke(main, line) for line in json.loads(sys.argv[1])]
+names = "exit_code", "stdout", "stderr"
+print(json.dumps([{n: getattr(result, n) for n in names} for result in results]))
+"""
+"""Runs command lines, one after the other; prints JSON."""
+
 OF_TOY = ["none", "lookup", "draft", "trigram", "cascade"]
 
 
@@ -117,7 +127,7 @@ def lines(toy, installed):
         ),
     }
     words = json.dumps([[str(word) for word in line] for line in commands.values()])
-    run = python(HERE / "lines.py", words, beside=installed)
+    run = python("-c", LINES, words, beside=installed)
     assert run.returncode == 0, run.stderr
     return dict(zip(commands, json.loads(run.stdout), strict=True))
 

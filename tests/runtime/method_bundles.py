@@ -1,18 +1,28 @@
-"""A small bundle for each method of jetdraft, with a drafter that need not be good."""
+"""Small bundles for each method, and generations with a proposer of a test."""
 
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from jetdraft.contracts.step_contract import StepContract
+from jetdraft.methods import Method, registered
+from jetdraft.runtime.drafters.draft_cache import DraftCache
+from jetdraft.runtime.drafts.rows import Kind
+from jetdraft.runtime.generation import Generation
+from jetdraft.runtime.planning.drafting import Drafting
+from jetdraft.runtime.planning.options import Options
+from jetdraft.runtime.proposers.model_proposer import ModelProposer
+from jetdraft.runtime.proposers.proposer import Traits
+from jetdraft.runtime.text.codec import TextStream
+from jetdraft.runtime.text.stops import Ending, StopWatcher
 from jetdraft.testing import toy_bundle
-from tests.fuzz.other_bundles import streamed_bundle
 from tests.toy_graphs import (
     COMMON,
     GUESSES,
     IDS,
     SIZE,
     WIDTH,
+    streamed_bundle,
     toy_block,
     toy_eagle,
     write_toy,
@@ -44,8 +54,7 @@ def _exported(folder: Path, method: str) -> None:
 
     from jetdraft.checkpoints.streams import FORECAST, PromptSettings
     from tests.checkpoints.heads import layouts
-    from tests.exports import exported
-    from tests.tiny import llama_config, save_checkpoint, save_prompts
+    from tests.tiny import exported, llama_config, save_checkpoint, save_prompts
 
     torch.manual_seed(3)
     checkpoint, options = folder.with_name(f"{method}-checkpoint"), {}
@@ -86,8 +95,8 @@ def _exported(folder: Path, method: str) -> None:
 
 
 def _encoder_decoder(folder: Path, method: str) -> None:
-    from tests.exports import exported
     from tests.sources import CONFIGS, save, save_drafter
+    from tests.tiny import exported
 
     target = save(folder.with_name("t5"), CONFIGS["t5"])
     drafter = save_drafter(folder.with_name("t5-drafter"), target, 5)
@@ -117,3 +126,48 @@ class MethodBundles:
         if not bundle.exists():
             make(bundle, method)
         return bundle
+
+
+NAME = "fake"
+
+
+def pieces_of(
+    model,
+    prompt,
+    sampling,
+    proposer=None,
+    length=7,
+    tokens=200,
+    eos=(),
+    exact=True,
+    widths=None,
+    verifier=None,
+):
+    """All pieces of a generation of a whole prompt, and its stats."""
+    method = Method(NAME, "what a test proposes", lambda parts, options: proposer)
+    with registered(method):
+        drafting = Drafting("none", exact=exact)
+        if proposer is not None:
+            drafting = Drafting(NAME, length, exact)
+        options = Options(sampling, drafting=drafting, ending=Ending(tokens))
+        ids = [int(token) for token in prompt]
+        generation = Generation(model.parts, model.planner, ids, options)
+        generation.watcher = StopWatcher(TextStream(None, [], eos), eos)
+        generation.widths = widths or generation.widths
+        generation.verifier = verifier or generation.verifier
+        model.parts.prefix.forget()
+        try:
+            return list(generation.run()), generation.stats
+        finally:
+            model.parts.prefix.forget()
+
+
+def tokens_of(model, prompt, sampling, proposer=None, **options):
+    pieces, stats = pieces_of(model, prompt, sampling, proposer, **options)
+    return [token for piece in pieces for token in piece.token_ids], stats
+
+
+def drafter_of(graph, name="draft"):
+    """A proposer of chains as `draft` makes, over a graph that no other uses."""
+    widest = graph.contract.max_width - 1
+    return ModelProposer(DraftCache(graph), Traits(name, widest, Kind.COUPLED))

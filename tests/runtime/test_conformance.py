@@ -14,7 +14,9 @@ from jetdraft.bundle import TARGET, Bundle
 from jetdraft.errors import OptionError
 from jetdraft.methods import OWN, methods
 from jetdraft.runtime.conversation import Conversation
+from tests.programs import refused_option
 from tests.runtime.method_bundles import MAKE
+from tests.runtime.text.test_tools import record
 
 PROMPT = np.random.default_rng(8).integers(4, 288, 20).tolist() * 2
 """Its second half repeats the first, so that what is copied is found."""
@@ -158,18 +160,11 @@ RULES = {
     "penalty": {"repetition_penalty": 1.4, "logit_bias": {5: 3.0, 9: -100.0},
                 "presence_penalty": 0.5, "frequency_penalty": 0.3},
     "regex": {"regex": "[a-z]{9} and then [a-z]{9}", "temperature": 0.8, "seed": 3},
-    "json": {
-        "json_schema": {
-            "type": "object",
-            "properties": {
-                "name": {"type": "string", "minLength": 5, "maxLength": 9},
-                "parts": {"type": "array", "items": {"type": "integer"},
-                          "minItems": 1, "maxItems": 2},
-            },
-            "required": ["name", "parts"],
-            "additionalProperties": False,
-        }
-    },
+    "json": {"json_schema": record(
+        name={"type": "string", "minLength": 5, "maxLength": 9},
+        parts={"type": "array", "items": {"type": "integer"}, "minItems": 1,
+               "maxItems": 2},
+    )},
 }  # fmt: skip
 
 
@@ -216,9 +211,8 @@ def test_a_conversation(model_of, method):
     ],
 )
 def test_a_bad_option_is_refused(model_of, method, drafting, words):
-    with pytest.raises(OptionError, match=words) as refusal:
+    with refused_option(words):
         text(model_of(method), method, drafting=drafting)
-    assert refusal.value.field == "drafting"
 
 
 DRAWN = {"verifier": "recursive", "siblings": "with-replacement", "tree": "k-ary"}
@@ -280,6 +274,5 @@ def test_a_drafter_that_is_off(method_bundles, method, tmp_path):
             return
         assert method not in model.methods
         words = r"no method .*: .* needs .* do not pass --drafter-prov"
-        with pytest.raises(OptionError, match=words) as refusal:
+        with refused_option(words, "method"):
             text(model, f"{method},lookup" if has_lengths(method) else method)
-        assert refusal.value.field == "method"

@@ -1,16 +1,30 @@
-"""Conversations: what a template makes of messages, and turns that go on."""
+"""A model and its conversations: what they refuse, keep and go on from."""
 
+import gc
 import json
 import shutil
+import weakref
 from dataclasses import replace
+from functools import partial
 
+import numpy as np
 import pytest
 
 import jetdraft
-from jetdraft.bundle import CHAT_TEMPLATE, Bundle
-from jetdraft.errors import JetdraftError, LengthError, OptionError, OutputError
+from jetdraft.bench.tuning import tune
+from jetdraft.bundle import CHAT_TEMPLATE, CONTRIB, STANDARD, Bundle
+from jetdraft.devices.providers import PROVIDERS
+from jetdraft.errors import (
+    JetdraftError,
+    LengthError,
+    OptionError,
+    OutputError,
+    ProviderError,
+)
 from jetdraft.runtime.conversation import Conversation
+from jetdraft.runtime.measured.cost_model import Curve
 from jetdraft.runtime.text.template import ChatTemplate, user_message
+from tests.programs import refused_option
 from tests.tiny import VOCAB_SIZE, tokenizer
 
 TEMPLATE = """\
@@ -189,3 +203,221 @@ def test_a_turn_that_never_began_says_nothing(talker):
     other.close()
     list(talk.say("hello"))
     assert len(talk.messages) == 2
+
+
+IDS = np.random.default_rng(4).integers(0, 288, 20).tolist()
+
+
+def test_pieces_add_up_to_the_result(model):
+    options = {"max_new_tokens": 80, "temperature": 1.0, "seed": 5, "ignore_eos": True}
+    result = model.generate("def f(x):", **options)
+    pieces = list(model.stream("def f(x):", **options))
+    assert "".join(piece.text for piece in pieces) == result.text
+    assert [i for piece in pieces for i in piece.token_ids] == result.token_ids
+    drafted = sum(piece.from_draft for piece in pieces)
+    assert drafted <= result.stats.accepted_tokens + 15
+
+
+def test_end_of_text_stops_unless_ignored(model):
+    options = {"token_ids": IDS, "temperature": 1.5, "max_new_tokens": 236, "seed": 1}
+    free = model.generate(ignore_eos=True, **options).token_ids
+    [eos] = model.bundle.eos_token_ids
+    result = model.generate(**options)
+    expected = free[: free.index(eos) + 1] if eos in free else free
+    assert result.token_ids == expected
+    assert result.finish_reason == ("stop" if eos in free else "length")
+
+
+def test_a_prompt_that_cannot_fit_is_not_even_encoded(model, monkeypatch):
+    """The vocabulary may be one that takes minutes for it."""
+    monkeypatch.setattr(type(model.parts.text), "encode", None)
+    most = 64 * model.bundle.target.contract.capacity
+    with pytest.raises(LengthError, match=f"{most + 1} characters.*shorten it"):
+        model.generate("a" * (most + 1))
+
+
+def test_a_prompt_that_fills_the_capacity_leaves_nothing_to_say(model):
+    ids = [1] * model.bundle.target.contract.capacity
+    result = model.generate(token_ids=ids)
+    assert (result.token_ids, result.finish_reason) == ([], "length")
+    assert len(model.generate(token_ids=ids[1:]).token_ids) == 1
+
+
+def test_width_one_is_used_only_when_not_exact(model):
+    widths = []
+    target = model.parts.target
+    run = target.run
+    target.run = lambda t, last_only=False, width=0, **more: (
+        last_only or widths.append(width),
+        run(t, last_only, width, **more),
+    )[1]
+    try:
+        model.generate(token_ids=IDS, method="none", max_new_tokens=5)
+        exact, widths[:] = set(widths), []
+        model.generate(token_ids=IDS, method="none", max_new_tokens=5, exact=False)
+    finally:
+        del target.run
+    assert exact == {min(model.parts.widths.exact)}
+    assert set(widths) == {1}
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [({"prompt": ""}, "empty"), ({"token_ids": []}, "empty"),
+     ({"token_ids": [[1]]}, "integers"), ({"token_ids": ["x"]}, "integers"),
+     ({"token_ids": [288]}, "outside the vocabulary"),
+     ({"token_ids": [-1]}, "outside the vocabulary"),
+     ({"token_ids": [1] * 257}, "capacity is 256"), ({}, "either"),
+     ({"prompt": "a", "token_ids": [1]}, "either"), ({"prompt": [1, 2]}, "token_ids="),
+     ({"prompt": "a", "max_new_tokens": 0}, "1 or more")],
+)  # fmt: skip
+def test_bad_input_is_refused_before_anything_runs(model, options, words):
+    with pytest.raises(OptionError, match=words):
+        model.stream(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"provider": "cuda"}, "operators run on the CPU only; .* --provider cuda"),
+        ({"provider": "tensorrt"}, "or export with --provider tensorrt"),
+        ({"provider": "abacus"}, "'abacus'; choose tensorrt, cuda, webgpu, cpu"),
+        ({"drafter_provider": "abacus"}, "unknown provider 'abacus'"),
+        ({"drafter_provider": "cuda"}, "or export with --provider cuda"),
+    ],
+)
+def test_a_provider_that_cannot_run_is_refused(bundle, options, reason):
+    with pytest.raises(ProviderError, match=reason):
+        jetdraft.load(bundle, **options)
+
+
+def test_each_provider_names_the_graphs_that_it_cannot_run():
+    refusals = {name: PROVIDERS[name].refusal for name in PROVIDERS}
+    assert "export with --dtype fp16" in refusals["cuda"](CONTRIB, "float32")
+    assert "export with --flavour standard" in refusals["tensorrt"](CONTRIB, "float16")
+    assert "export with --flavour contrib" in refusals["webgpu"](STANDARD, "float32")
+    assert not refusals["cuda"](CONTRIB, "float16")
+
+
+def test_auto_takes_what_runs(bundle):
+    assert jetdraft.load(bundle, provider="auto", threads=1).provider == "cpu"
+
+
+def test_a_bundle_is_a_path():
+    with pytest.raises(jetdraft.BundleError, match="a folder, not 5"):
+        jetdraft.load(5)
+
+
+def test_measurements_that_cannot_be_kept_are_a_warning(own):
+    (own / "profiles").write_text("in the place of the folder")
+    model = jetdraft.load(own, threads=1)
+    with pytest.warns(UserWarning, match="could not be kept .* make the folder"):
+        assert model.generate("a", max_new_tokens=3).token_ids
+
+
+def test_measurements_are_kept_beside_the_bundle(bundle, tmp_path):
+    folder = shutil.copytree(bundle, tmp_path / "bundle")  # others measure theirs
+    with jetdraft.load(folder, threads=1) as model:
+        model.measure_again()
+        widths = model.parts.widths
+    [profile] = (folder / "profiles").glob("cpu-1.json")
+    before = profile.stat().st_mtime_ns
+    with jetdraft.load(folder, threads=1) as again:
+        assert again.parts.widths == widths
+        stored = Curve.from_json(json.loads(profile.read_text())["curve"])
+        assert again.parts.curve.passes == stored.passes
+    assert profile.stat().st_mtime_ns == before
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"store": 3}, {"streams": 3}, {"threads": 2.5}, {"threads": "2"},
+     {"threads": 100000}, {"threads": 0}, {"threads": True}],
+    ids=str,
+)  # fmt: skip
+def test_load_says_what_is_wrong_with_its_arguments(bundle, given):
+    [name] = given
+    with refused_option(name, name):
+        jetdraft.load(bundle, **given)
+
+
+@pytest.mark.parametrize("given", [{"user": 3}, {"table": 3}], ids=str)
+def test_a_method_says_what_is_wrong_with_its_options(model, given):
+    """The user of a store and the trigram table are options of methods."""
+    [name] = given
+    with refused_option(f"{name} cannot be 3"):
+        model.generate("a", drafting=given)
+    with refused_option(f"unknown option '{name}'", name):
+        jetdraft.load(model.bundle.path, **given)
+
+
+def test_a_seed_is_drawn_where_none_is_given(model):
+    """`stats.seed` gives the text again; every call draws a seed of its own."""
+    options = {
+        "token_ids": IDS, "temperature": 1.0, "max_new_tokens": 30, "ignore_eos": True,
+    }  # fmt: skip
+    one, other = (model.generate(**options, seed=None) for _ in range(2))
+    assert one.stats.seed != other.stats.seed
+    assert one.token_ids != other.token_ids
+    left_out = model.generate(**options)
+    assert left_out.stats.seed not in (one.stats.seed, other.stats.seed)
+    for result in (one, other, left_out):
+        again = model.generate(**options, seed=result.stats.seed, method="none")
+        assert again.token_ids == result.token_ids
+        assert again.stats.to_json()["seed"] == result.stats.seed
+
+
+@pytest.mark.parametrize(("temperature", "texts"), [(0.0, 1), (1.0, 2)])
+def test_a_seed_chooses_a_sampled_text_alone(model, temperature, texts):
+    """And the stats have it only then."""
+    options = {"token_ids": IDS, "max_new_tokens": 30, "ignore_eos": True}
+    options["temperature"] = temperature
+    results = [model.generate(**options, seed=seed) for seed in (0, 7, 7)]
+    seeds = [0, 7, 7] if temperature else [None, None, None]
+    assert [result.stats.seed for result in results] == seeds
+    assert len({tuple(result.token_ids) for result in results}) == texts
+
+
+def test_tokens_are_counted_and_a_model_and_its_result_can_be_printed(model):
+    ids = model.encode("def f(é):")
+    assert ids == model.prompt("def f(é):").tolist()
+    assert (model.decode(ids), model.decode([])) == ("def f(é):", "")
+    with pytest.raises(OptionError, match="outside the vocabulary"):
+        model.decode([10**6])
+    assert repr(model).startswith(f"<Model {model.bundle.path}: none, ")
+    result = model.generate("def", max_new_tokens=4)
+    assert f"{result}" == result.text
+
+
+def test_a_closed_model_says_so(bundle, tmp_path):
+    model = jetdraft.load(bundle, threads=1)
+    twin = model.twin()
+    stream = model.stream("a", max_new_tokens=3)
+    list(stream)
+    options, parts = jetdraft.Options(), weakref.ref(model.parts)
+    waiting = model.stream("a", max_new_tokens=3)
+    model.close()
+    calls = [
+        lambda: model.generate("a"), lambda: model.generate(token_ids=[1]),
+        lambda: model.generate("a", options), lambda: model.stream("a"),
+        lambda: model.astream("a"),
+        lambda: model.chat([{"role": "user", "content": "a"}]),
+        lambda: model.chat_prompt([{"role": "user", "content": "a"}]),
+        lambda: model.prompt("a"),
+        lambda: model.save_prefix(tmp_path / "prefix.npz", [1]),
+        lambda: model.load_prefix(tmp_path / "prefix.npz"),
+        lambda: (model.methods, model.provider, model.vocabulary),
+        lambda: model.planner, partial(tune, model), model.measure_again, model.forget,
+        model.twin,
+    ]  # fmt: skip
+    for call in calls:
+        with pytest.raises(jetdraft.JetdraftError, match="this model is closed"):
+            call()
+    model.cancel()  # nothing is under way
+    model.close()  # like a file
+    with pytest.raises(jetdraft.JetdraftError, match="this model is closed"):
+        next(waiting)
+    gc.collect()
+    assert parts() is None, "a stream that ended keeps the buffers"
+    assert len(stream.result().token_ids) == 3
+    assert twin.generate("a", max_new_tokens=3).token_ids == stream.result().token_ids

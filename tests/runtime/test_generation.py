@@ -14,7 +14,7 @@ from jetdraft.runtime.measured.cost_model import Curve
 from jetdraft.runtime.measured.stats import Acceptance
 from jetdraft.runtime.passes.binding import PassBinding
 from jetdraft.runtime.sampling.chooser import Sampling
-from tests.runtime import fake_method
+from tests.runtime.method_bundles import tokens_of
 
 PROMPT = np.random.default_rng(8).integers(0, 288, 20)
 SAMPLINGS = [
@@ -97,9 +97,7 @@ SPOILS = [always_right, always_wrong, empty, sometimes_right, Branching]
 
 
 def generate(model, sampling, proposer=None, length=4, **options):
-    return fake_method.tokens_of(
-        model, PROMPT, sampling, proposer, length=length, **options
-    )
+    return tokens_of(model, PROMPT, sampling, proposer, length=length, **options)
 
 
 @pytest.fixture(scope="module")

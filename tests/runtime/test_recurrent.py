@@ -20,16 +20,15 @@ from jetdraft.errors import OptionError, ProviderError
 from jetdraft.runtime.measured.survey import Survey
 from jetdraft.runtime.passes.binding import PassBinding
 from jetdraft.runtime.sampling.chooser import Sampling
+from tests import programs
 from tests.checkpoints.heads import layouts
 from tests.checkpoints.heads.test_mtp import edit
-from tests.cli import running
 from tests.export.conftest import MTP
-from tests.exports import exported
 from tests.runtime import test_conformance as conformance
-from tests.runtime.fake_method import tokens_of
+from tests.runtime.method_bundles import tokens_of
 from tests.runtime.test_generation import PROMPT as SCRIPTED
 from tests.runtime.test_generation import SPOILS, Scripted
-from tests.tiny import HYBRIDS, SHARING, save_assistant, save_checkpoint
+from tests.tiny import HYBRIDS, SHARING, exported, save_assistant, save_checkpoint
 from tools.forecast.kernel_table import TABLES, KernelTable
 
 PROMPT, H = conformance.PROMPT, layouts.H
@@ -236,8 +235,8 @@ def test_layer_types_that_do_not_fit_the_weights_are_refused(tmp_path):
     fields = json.loads(file.read_text())
     fields["layer_types"] = ["conv", "conv", "full_attention"]
     file.write_text(json.dumps(fields))
-    result = running.jetdraft("export", source, "-o", tmp_path / "bundle")
-    running.assert_refused(result, "lacks the weights")
+    result = programs.jetdraft("export", source, "-o", tmp_path / "bundle")
+    programs.assert_refused(result, "lacks the weights")
     assert not (tmp_path / "bundle").exists()
 
 
@@ -275,8 +274,8 @@ def test_an_edited_graph_is_refused_in_a_line(bundles, tmp_path, edit_graph, wor
     edit_graph(model.graph)
     onnx.save(model, copy / "target.onnx")
     replace(bundles["qwen3_5"], path=copy, files={}).save()
-    refused = running.jetdraft("check", copy)
-    running.assert_refused(refused, words, "export the bundle again")
+    refused = programs.jetdraft("check", copy)
+    programs.assert_refused(refused, words, "export the bundle again")
 
 
 @pytest.mark.parametrize("name", TABLES)
@@ -286,7 +285,7 @@ def test_check_says_which_operators_of_states_a_provider_has(bundles, name):
         assert table.source.startswith(LINEAR_ATTENTION[name])
         said += f"; {LINEAR_ATTENTION[name]} has a kernel of its own"
     for family, line in (("lfm2", ""), ("qwen3_5", f"LinearAttention: {said}")):
-        result = running.jetdraft("check", "--for", name, bundles[family].path)
+        result = programs.jetdraft("check", "--for", name, bundles[family].path)
         assert result.exit_code == 2
         assert f"{name} cannot run target.onnx: recurrent states run" in result.stderr
         assert result.stderr.count("\n") == 1
@@ -294,7 +293,7 @@ def test_check_says_which_operators_of_states_a_provider_has(bundles, name):
 
 
 def test_check_counts_states_as_memory(bundles):
-    result = running.jetdraft("check", "--no-run", bundles["granitemoehybrid"].path)
+    result = programs.jetdraft("check", "--no-run", bundles["granitemoehybrid"].path)
     lines = [" ".join(line.split()) for line in result.stdout.splitlines()]
     assert "states 2 x 0.0 MB" in lines
     assert "trees none: the model has recurrent states" in lines

@@ -11,8 +11,7 @@ from transformers import AutoModelForCausalLM
 
 import jetdraft
 from jetdraft.errors import OptionError
-from tests.exports import exported
-from tests.tiny import drafter_config, llama_config, save_tokenizer, tokenizer
+from tests.tiny import drafter_config, exported, llama_config, save_tokenizer, tokenizer
 
 REFUSAL, ANSWER = " no no no no", " def import def"
 BAD = ("worm:", "virus:", "steal:")

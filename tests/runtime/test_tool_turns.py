@@ -16,18 +16,13 @@ from jetdraft.errors import OptionError
 from jetdraft.runtime.text.template import user_message
 from jetdraft.server.app import Service
 from tests.runtime.test_conversation import with_template
+from tests.runtime.text.test_tools import record, tool
 from tests.server.serving import served
 
 DOCS = Path(__file__).parents[2] / "docs" / "embedding.md"
 SENSORS = ["battery", "speed", "light"]
-PARAMETERS = {
-    "type": "object",
-    "properties": {"sensor": {"type": "string", "enum": SENSORS}},
-    "required": ["sensor"],
-    "additionalProperties": False,
-}
-FUNCTION = {"name": "read_sensor", "parameters": PARAMETERS}
-TOOLS = Tools([{"type": "function", "function": FUNCTION}])
+PARAMETERS = record(sensor={"type": "string", "enum": SENSORS})
+TOOLS = Tools([tool(PARAMETERS, "read_sensor")])
 
 
 @pytest.fixture
@@ -121,8 +116,7 @@ def test_a_tool_that_must_be_called_is_called(toy_model):
 
 
 def test_a_refused_schema_is_named(toy_model):
-    function = {"name": "odd", "parameters": {"type": "strange"}}
-    tools = Tools([*TOOLS.functions, {"type": "function", "function": function}])
+    tools = Tools([*TOOLS.functions, tool({"type": "strange"}, "odd")])
     with pytest.raises(OptionError, match="tool 'odd': "):
         toy_model.chat([user_message("Hello")], tools=tools)
 
@@ -144,20 +138,11 @@ TEMPLATE = """\
 </tool_call>{% endfor %}<|im_end|>
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
-CLOCK_PARAMETERS = {
-    "type": "object",
-    "properties": {
-        "side": {"enum": ["left", "right", "<think>"]},
-        "pair": {"type": "array", "items": {"$ref": "#/$defs/N"}, "maxItems": 2},
-    },
-    "required": ["side", "pair"],
-    "additionalProperties": False,
-    "$defs": {"N": {"type": "integer", "minimum": 0, "maximum": 99}},
-}
-FUNCTIONS = [
-    {"type": "function", "function": {"name": name, "parameters": CLOCK_PARAMETERS}}
-    for name in ("look", "turn")
-]
+CLOCK_PARAMETERS = record(
+    side={"enum": ["left", "right", "<think>"]},
+    pair={"type": "array", "items": {"$ref": "#/$defs/N"}, "maxItems": 2},
+) | {"$defs": {"N": {"type": "integer", "minimum": 0, "maximum": 99}}}
+FUNCTIONS = [tool(CLOCK_PARAMETERS, name) for name in ("look", "turn")]
 MESSAGES = [user_message("Hi")]
 WAYS = [{"temperature": 0.0}, {"temperature": 0.9, "seed": 3}]
 DRAFTS = [
@@ -319,12 +304,7 @@ THOUGHT_TOKENS = {
         ["<|start|>", "<|return|>", "<|channel|>", "<|message|>", "<|end|>",
          "<|constrain|>"], True),
 }  # fmt: skip
-SCHEMA = {
-    "type": "object",
-    "properties": {"side": {"enum": ["left", "right"]}, "n": {"const": 7}},
-    "required": ["side", "n"],
-    "additionalProperties": False,
-}
+SCHEMA = record(side={"enum": ["left", "right"]}, n={"const": 7})
 
 
 @pytest.fixture(scope="module")

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 from jetdraft.devices.plan import Question
-from tests.cli.running import assert_refused, jetdraft
 from tests.devices.planning.test_plan import CONFIG, SMALL
+from tests.programs import assert_refused, jetdraft
 from tools.advice import Advisor, excess_loss, main
 
 

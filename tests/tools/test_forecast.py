@@ -8,9 +8,8 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from jetdraft.errors import ContractError, ProviderError
-from tests.cli.running import assert_refused, jetdraft, succeed
-from tests.exports import exported
-from tests.tiny import llama_config, save_checkpoint
+from tests.programs import assert_refused, jetdraft, succeed
+from tests.tiny import exported, llama_config, save_checkpoint
 from tools.forecast.__main__ import main as command
 from tools.forecast.forecast import Fate, forecast, forecasts
 from tools.forecast.kernel_table import TABLES, KernelTable

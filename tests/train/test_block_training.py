@@ -21,8 +21,7 @@ from jetdraft.methods.diffusion.task import DiffusionSettings, DiffusionTask
 from jetdraft.train.blocks import Blocks, block_mask, block_starts
 from jetdraft.train.data import IGNORED, Batch
 from jetdraft.train.teacher import Lesson
-from tests.exports import exported
-from tests.tiny import VOCAB_SIZE, WORDS, llama_config, save_checkpoint
+from tests.tiny import VOCAB_SIZE, WORDS, exported, llama_config, save_checkpoint
 from tests.train.periodic import QUICK, made
 
 SETTINGS = {

@@ -1,7 +1,8 @@
-"""Training drafters: what is learned, and how a drafter begins."""
+"""Drafters, heads of EAGLE, prompt tokens and streams: what each learns."""
 
 import json
 import shutil
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,10 +10,17 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, DynamicCache, MistralConfig
 
 from jetdraft.checkpoints.checkpoint import Checkpoint
-from jetdraft.checkpoints.streams import UNFINISHED, StreamSettings
-from jetdraft.errors import CheckpointError, OptionError, OutputError, PairError
+from jetdraft.checkpoints.streams import UNFINISHED, PromptSettings, StreamSettings
+from jetdraft.errors import (
+    CheckpointError,
+    OptionError,
+    OutputError,
+    PairError,
+    UnsupportedModelError,
+)
 from jetdraft.methods.draft import task as draft_task
 from jetdraft.methods.draft.task import (
     LOSSES,
@@ -23,8 +31,18 @@ from jetdraft.methods.draft.task import (
     cost_share,
     new_config,
 )
+from jetdraft.methods.eagle.task import EagleSettings, EagleTask
+from jetdraft.methods.ppd.task import PpdTask
+from jetdraft.methods.stream.task import StreamTask
+from jetdraft.train import teacher
+from jetdraft.train.heads import unrolled_mask
+from jetdraft.train.prompts import prompt_mask
 from jetdraft.train.run_folder import STATE_FILE
+from jetdraft.train.teacher import Lesson
+from tests.programs import assert_refused, succeed
+from tests.programs import jetdraft as run_jetdraft
 from tests.tiny import (
+    SIZES,
     VOCAB_SIZE,
     llama_config,
     save_checkpoint,
@@ -253,3 +271,209 @@ def test_steps_and_size_are_advised_and_said(target, text, tmp_path):
     assert f"{run.parameters} weights, a step at " in line
     assert "(200 a weight, advised 200)" in line
     assert "\n" not in line
+
+
+HEAD = EagleSettings(draft_vocabulary=40, unrolled=3)
+
+
+def prepared_head(target, output, text, settings=HEAD, options=QUICK):
+    return made(EagleTask, target, output, [text], settings, options)
+
+
+def test_an_eagle3_folder_has_the_published_names(target, text, tmp_path):
+    """What other engines look for; in half precision, of weights in float32."""
+    small = replace(HEAD, inner=8, half=True)
+    run = prepared_head(target, tmp_path / "out", text, small)
+    fields, tensors = run.task.contents(run, run.weights, None)
+    assert fields["architectures"] == ["LlamaForCausalLMEagle3"]
+    assert (fields["draft_vocab_size"], fields["intermediate_size"]) == (40, 8)
+    outputs = fields["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
+    assert outputs == [1, 1, 0]  # layers 2, 2 and 1 of four are entered
+    assert tensors["d2t"].dtype == torch.int64
+    assert tensors["t2d"].dtype == torch.bool
+    assert tensors["t2d"].sum() == 40
+    assert tensors["fc.weight"].shape == (64, 192)
+    assert tensors["midlayer.self_attn.q_proj.weight"].shape == (64, 128)
+    assert tensors["lm_head.weight"].shape == (40, 64)
+    assert not any("embed" in name for name in tensors)
+    own = run.module.drafter.stack.layers[0].mlp.up_proj.weight
+    assert (own.dtype, own.shape) == (torch.float32, (8, 64))
+    assert torch.equal(tensors["midlayer.mlp.up_proj.weight"], own.half())
+
+
+def test_the_draft_vocabulary_has_the_most_frequent_tokens(target, text, tmp_path):
+    """They are counted in the training texts, and stand in the order of their ids."""
+    few = replace(HEAD, draft_vocabulary=5)
+    run = prepared_head(target, tmp_path / "out", text, few)
+    counts = Counter(token for text in run.corpus.training for token in text.ids)
+    chosen = run.task.ids.tolist()
+    assert chosen == sorted(chosen)
+    assert len(counts) > 5
+    others = [count for token, count in counts.items() if token not in chosen]
+    assert min(counts[token] for token in chosen) >= max(others)
+    whole = replace(HEAD, draft_vocabulary=VOCAB_SIZE)
+    assert prepared_head(target, tmp_path / "2", text, whole).task.ids is None
+
+
+def test_unrolled_steps_are_those_of_a_draft(target, text, tmp_path):
+    """Slot t of step i says what a draft from row t says in its step i."""
+    torch.manual_seed(0)
+    run = prepared_head(target, tmp_path / "out", text)
+    head, rows = run.module.drafter.eval(), 9
+    ids = torch.randint(VOCAB_SIZE, (1, rows + 4))
+    features, slot = torch.randn(1, rows, 64), 4
+    lesson = Lesson(ids[:, :rows], ids[:, :rows], [], features, None, None)
+    head.fuse = lambda taps: features
+    with torch.no_grad():
+        predictions = run.task.predictions(head, lesson, learns=False)
+        steps = [logits[0, slot] for _, logits in predictions]
+        cache = DynamicCache()
+        positions = torch.arange(slot + 1)[None]
+        hidden, carried = head(
+            ids[:, 1 : slot + 2], features[:, : slot + 1], positions, cache
+        )
+        drafted = [head.lm_head(hidden)[0, -1]]
+        for step in (1, 2):
+            token = ids[:, slot + 1 + step, None]
+            position = torch.tensor([[slot + step]])
+            hidden, carried = head(token, carried[:, -1:], position, cache)
+            drafted.append(head.lm_head(hidden)[0, -1])
+    torch.testing.assert_close(torch.stack(steps), torch.stack(drafted))
+    assert unrolled_mask(3, 1, features).shape == (1, 1, 3, 6)
+
+
+def test_states_from_the_disk_teach_the_same(target, text, tmp_path, monkeypatch):
+    """Every text runs through the target once."""
+    options = replace(QUICK, steps=2)
+
+    def trained(name, settings):
+        return prepared_head(target, tmp_path / name, text, settings, options).run()
+
+    figures = trained("1", HEAD)
+    cached = replace(HEAD, cache=tmp_path / "states")
+    assert trained("2", cached)["losses"] == pytest.approx(figures["losses"], rel=1e-2)
+    assert list((tmp_path / "states").glob("states-0-*.safetensors"))
+    assert not list((tmp_path / "states").glob(".*"))
+    monkeypatch.setattr(teacher, "compute_states", None)
+    assert trained("3", cached)["losses"] == pytest.approx(figures["losses"], rel=1e-2)
+    with pytest.raises(OutputError, match="other taps"):
+        trained("4", replace(cached, taps=(1, 2, 3)))
+
+
+def test_members_see_their_own_kind_only():
+    mask = prompt_mask(torch.tensor([[1, 3]]), 4, PromptSettings(2, 2))
+    first, second = [1, 1, 0, 0], [1, 1, 1, 1]
+    assert mask[0, 0].int().tolist() == [
+        [*first, 1, 0, 0, 0, 0, 0, 0, 0], [*first, 0, 1, 0, 0, 0, 0, 0, 0],
+        [*first, 1, 0, 1, 0, 0, 0, 0, 0], [*first, 0, 1, 0, 1, 0, 0, 0, 0],
+        [*second, 0, 0, 0, 0, 1, 0, 0, 0], [*second, 0, 0, 0, 0, 0, 1, 0, 0],
+        [*second, 0, 0, 0, 0, 1, 0, 1, 0], [*second, 0, 0, 0, 0, 0, 1, 0, 1],
+    ]  # fmt: skip
+
+
+def test_bad_input_of_the_command_line(target, text, tmp_path):
+    out, bundle = tmp_path / "out", tmp_path / "bundle"
+    command = ("train", "ppd", target, "--data", text, "-o", out)
+    size = ("--batch-size", "2", "--sequence-length", "32")
+    trained = succeed(*command, "--steps", "2", *size)
+    assert "training 192 weights of 3 prompt tokens, 0." in trained.stderr
+    again = run_jetdraft("train", "ppd", out, "--data", text, "-o", tmp_path / "more")
+    assert_refused(again, "already has streams or prompt tokens")
+    _assert_exports_refused(out, bundle)
+    sizes = ("--capacity", 128, "--max-width", 32, "--fast")
+    succeed("export", out, "-o", bundle, *sizes)
+    shown = run_jetdraft("check", "--no-run", bundle).stdout
+    assert "prompts       3 with 1 embeddings each" in shown
+
+
+def test_forecasts_from_the_command_line(target, text, tmp_path):
+    out, bundle = tmp_path / "out", tmp_path / "bundle"
+    command = ("train", "forecast", target, "--data", text, "-o", out)
+    size = ("--batch-size", "2", "--sequence-length", "32", "--steps", "2")
+    trained = succeed(*command, "--prefix", "3", *size)
+    assert "training 1024 weights of 4 forecasts" in trained.stderr
+    tensors = load_file(out / "streams.safetensors")
+    for changed in (
+        {"prompts.embeddings": tensors["prompts.embeddings"]},
+        {**tensors, "prompts.keys": torch.zeros(4, 2, 3, 8)},
+    ):
+        save_file(changed, out / "streams.safetensors")
+        refused = run_jetdraft("export", out, "-o", bundle)
+        assert_refused(refused, "does not fit streams.json")
+    assert not bundle.exists()
+
+
+def _assert_exports_refused(out, bundle):
+    """Each damage is mended after its refusal."""
+    settings, weights = out / "streams.json", out / "streams.safetensors"
+    model = out / "model.safetensors"
+    good, embeddings = json.loads(settings.read_text()), load_file(weights)
+    [name] = embeddings
+    for fields in ({**good, "mode": "wishes"}, {**good, "gamma": "3"}):
+        settings.write_text(json.dumps(fields))
+        assert_refused(run_jetdraft("export", out, "-o", bundle), "cannot be read")
+    settings.write_text(json.dumps(good))
+    for tensors in ({}, {name: torch.zeros(3, 32)}, {name: torch.zeros(2, 64)}):
+        save_file(tensors, weights)
+        refused = run_jetdraft("export", out, "-o", bundle)
+        assert_refused(refused, "does not fit streams.json")
+    save_file(embeddings, weights)
+    own = model.read_bytes()
+    config = llama_config(num_hidden_layers=4)
+    other = save_checkpoint(out.parent / "other", config, seed=9)
+    model.write_bytes((other / "model.safetensors").read_bytes())
+    refused = run_jetdraft("export", out, "-o", bundle)
+    assert_refused(refused, "trained for other weights")
+    model.write_bytes(own)
+    assert not bundle.exists()
+
+
+def test_a_target_with_windows_is_refused(text, tmp_path):
+    config = MistralConfig(**SIZES, sliding_window=16)
+    folder = save_checkpoint(tmp_path / "windows", config)
+    with pytest.raises(UnsupportedModelError, match="windows"):
+        made(PpdTask, str(folder), tmp_path / "out", [text])
+
+
+STREAMS = StreamSettings(gamma=3, layers=2, lora_rank=8, prune_rank=2)
+
+
+@pytest.fixture(scope="module")
+def tuned(tmp_path_factory) -> str:
+    folder = tmp_path_factory.mktemp("train") / "tuned"
+    return str(save_checkpoint(folder, llama_config()))
+
+
+@pytest.mark.parametrize("mode", ["lossless", "shared"])
+def test_streams_begin_at_the_size_of_hidden_states(tuned, text, tmp_path, mode):
+    settings = replace(STREAMS, layers=1, mode=mode)
+    runs = [made(StreamTask, tuned, tmp_path / "o", [text], settings) for _ in range(2)]
+    one, other = (run.module.streams.embeddings for run in runs)
+    assert torch.equal(one, other)
+    ids = torch.tensor([runs[0].corpus.training[0].ids])
+    model = AutoModelForCausalLM.from_pretrained(tuned)
+    states = model(input_ids=ids, output_hidden_states=True).hidden_states
+    # Three streams of 64 entries have a standard error of 5 %.
+    assert one.std().item() == pytest.approx(states[-2].abs().median().item(), rel=0.3)
+    assert not (tmp_path / "o").exists()
+
+
+def test_lossless_training_leaves_the_main_rows_alone(tuned, text, tmp_path):
+    reports, folder = [], tmp_path / "out"
+    run = made(StreamTask, tuned, folder, [text], STREAMS, QUICK)
+    run.run(reports.append)
+    seen = [r.validation["main_loss"] for r in reports if r.validation]
+    assert len(seen) == 3
+    assert len(set(seen)) == 1
+    described = json.loads((folder / "streams.json").read_text())
+    assert described["positions"] == "row + stream"
+    assert described["parameters"] == run.task.counts(run)
+    assert described["parameters"]["streams"] == 3 * 64 + 2 * 2 * 64
+
+
+def test_a_target_with_streams_is_refused(text, tmp_path):
+    folder = save_checkpoint(tmp_path / "target", llama_config())
+    save_streams(folder, StreamSettings(gamma=2, layers=1, lora_rank=4))
+    with pytest.raises(CheckpointError, match="already has streams"):
+        made(StreamTask, str(folder), tmp_path / "more", [text], STREAMS, QUICK)
+    assert not (tmp_path / "more").exists()

@@ -30,9 +30,8 @@ from jetdraft.train.attention import Masked, Masks
 from jetdraft.train.blocks import Blocks
 from jetdraft.train.data import IGNORED, Example, collate
 from jetdraft.train.task import TrainingOptions
-from tests.exports import exported
 from tests.sources import CONFIGS, T5, save, save_drafter
-from tests.tiny import WORDS, llama_config, save_checkpoint
+from tests.tiny import WORDS, exported, llama_config, save_checkpoint
 from tests.train.periodic import made
 from tests.whispers import save as save_whisper
 

@@ -298,14 +298,13 @@ def test_the_target_writes_what_is_missing(targets, tmp_path, name):
     assert texts["again"] == texts["all"]
     words = Tokenizer.from_str(run.target.tokenizer)
     given = words.encode(end, add_special_tokens=False).ids
-    kept = {way: [t for t in texts[way] if contains(t, given)] for way in texts}
+    kept = {
+        way: [t for t in of_way if t.ids[t.prompt_size :][: len(given)] == given]
+        for way, of_way in texts.items()
+    }
     assert (len(kept["alone"]), kept["all"]) == (1, [])
     run.run(nothing)
     assert not (tmp_path / "all" / "written").exists()
-
-
-def contains(text, completion):
-    return text.ids[text.prompt_size :][: len(completion)] == completion
 
 
 def test_an_empty_completion_is_one_line(tmp_path):

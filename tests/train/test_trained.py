@@ -33,7 +33,7 @@ from jetdraft.methods.stream.task import StreamTask
 from jetdraft.train.heads import HeadSettings, LayerSettings
 from jetdraft.train.task import Task, TrainingOptions
 from jetdraft.train.training import Training
-from tests.exports import exported
+from tests.tiny import exported
 from tests.train.periodic import PERIOD, QUICK, made
 
 LAYERS = 4

@@ -26,8 +26,8 @@ from jetdraft.errors import (
 )
 from jetdraft.export.step import buffer_sizes
 from jetdraft.recipe import Recipe
-from tests.cli.running import assert_refused, jetdraft, succeed
 from tests.export.test_architectures import load
+from tests.programs import assert_refused, jetdraft, succeed
 from tests.tiny import HYBRIDS, MIXTURES, SHARING, SIZES
 
 CONFIG = {

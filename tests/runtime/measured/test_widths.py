@@ -1,3 +1,5 @@
+"""Widths of passes and the curve of their costs are measured once and kept."""
+
 import json
 import threading
 import time
@@ -14,6 +16,8 @@ from jetdraft.runtime import claim
 from jetdraft.runtime.claim import StoppedError
 from jetdraft.runtime.measured import survey as surveys
 from jetdraft.runtime.measured import widths
+from jetdraft.runtime.measured.cost_model import MAX_MS, Curve, LinearFit, RoundCosts
+from jetdraft.runtime.measured.stats import GuessRates, MethodStats, Round, Stats
 from jetdraft.runtime.measured.survey import FIRST_WIDTHS, Survey, pass_times
 from jetdraft.runtime.measured.widths import Profiles, Widths
 
@@ -302,3 +306,238 @@ def test_a_cancelled_stream_lets_the_survey_go_on(own, slow):
         time.sleep(0.1)
     assert not model.parts.survey.steps_left
     model.close()
+
+
+CURVE = Curve(
+    passes={1: 20.0, 4: 26.0}, trees={2: 23.0}, compaction=0.5, probe=0.1, drafter=3.0,
+    drafts={"draft": 3.1, "lookup": 0.0}, probed={2: 30.0}, ended={2: 24.0},
+    kept_row=0.5, experts={1: 4.0, 4: 10.0}, expert=0.5,
+)  # fmt: skip
+
+
+def written(**changes):
+    return {**json.loads(json.dumps(asdict(CURVE))), **changes}
+
+
+def test_what_is_written_is_read():
+    assert Curve.from_json(written()) == CURVE
+    bare = Curve({1: 20.0})
+    assert Curve.from_json(json.loads(json.dumps(asdict(bare)))) == bare
+
+
+NAN, INFINITY = float("nan"), float("inf")
+
+
+def refuse(**changes):
+    words = r"its times are missing or out of range|must be"
+    with pytest.raises(ValueError, match=words):
+        Curve.from_json(written(**changes))
+
+
+@pytest.mark.parametrize("ms", [0.0, -1.0, MAX_MS, NAN, INFINITY])
+@pytest.mark.parametrize("field", ["passes", "trees", "probed", "ended"])
+def test_passes_that_take_no_time_or_for_ever(field, ms):
+    refuse(**{field: {"1": 2.0, "2": ms}})
+
+
+@pytest.mark.parametrize("ms", [-0.1, MAX_MS, NAN, INFINITY])
+@pytest.mark.parametrize(
+    "field", ["compaction", "probe", "drafter", "drafts", "kept_row", "expert"]
+)
+def test_other_times_that_cannot_be(field, ms):
+    refuse(**{field: {"lookup": ms} if field == "drafts" else ms})
+
+
+def test_a_curve_without_passes_is_refused():
+    """Branching passes alone say nothing of a chain."""
+    refuse(passes={}, trees={})
+    refuse(passes={})
+    with pytest.raises(ValueError, match="passes is missing"):
+        Curve.from_json({"trees": {"2": 12.0}})
+
+
+@pytest.mark.parametrize("field", sorted(asdict(CURVE)))
+def test_a_malformed_field_is_refused(field):
+    for value in ("soon", None):
+        with pytest.raises((ValueError, TypeError, AttributeError)):
+            Curve.from_json(written(**{field: value}))
+
+
+def test_careful_times_replace_quick_ones():
+    """But no pass of decoding is wider than 16 rows."""
+    curve = Curve({1: 10.0, 2: 11.0}, drafter=2.0, probe=0.3, drafts={"a": 1.0})
+    curve.adopt(Curve({2: 9.0, 3: 9.5, 17: 30.0}, {2: 12.0}, 0.7, drafts={"b": 4.0}))
+    assert curve == Curve(
+        {1: 10.0, 2: 9.0, 3: 9.5}, {2: 12.0}, 0.7, 0.3, 2.0, drafts={"a": 1.0, "b": 4.0}
+    )
+
+
+def test_branches_never_cost_less_than_chains():
+    curve = Curve({2: 5.0, 4: 9.0}, {4: 8.0}, compaction=1.0)
+    assert curve.tree_ms(4, ends_at_gap=True) == 9.0
+    assert curve.tree_ms(2, ends_at_gap=False) == 6.0
+
+
+def test_a_pass_costs_the_experts_that_it_touches():
+    """And a time is learned as the time of the experts of the survey."""
+    curve = Curve.from_json(written(drafts={}))
+    assert curve.pass_ms(2) == 22.0
+    curve.touched = {1: 4, 2: 10, 4: 4}
+    assert [curve.pass_ms(w) for w in (1, 2, 4)] == [20.0, 24.0, 23.0]
+    curve.learn(Round("none", 4, 0, [], 23.0 / 1e3, 0.0, experts=4))
+    assert curve.passes[4] == pytest.approx(26.0)
+    curve.learn(Round("none", 4, 0, [], 33.0 / 1e3, 0.0, experts=4))
+    assert curve.passes[4] > 26.0
+
+
+def test_the_first_probe_costs_more_than_the_others():
+    """Here three streams: 3 probes on the last row, or 3 on each of 2 or 4 rows."""
+    curve = Curve({2: 5.0, 4: 7.0}, probe=0.1)
+    assert curve.probed_ms(2, 6, streams=3) == pytest.approx(5.6)
+    curve.ended, curve.probed = {2: 8.0, 4: 10.0}, {2: 8.6, 4: 12.7}
+    assert curve.probed_ms(4, 0, streams=3) == 7.0
+    assert curve.probed_ms(4, 3, streams=3) == 10.0
+    assert curve.probed_ms(4, 12, streams=3) == pytest.approx(12.7)
+    assert curve.probed_ms(2, 4, streams=3) == pytest.approx(8.2)
+    assert curve.probed_ms(3, 3, streams=3) == pytest.approx(9.0)
+
+
+def pass_ms(rows: int, probes: int) -> float:
+    return 1.0 + 0.2 * rows + 0.1 * probes
+
+
+def round_of(drafted: int, probes: int, longer: float, outside_ms: float) -> Round:
+    target = 1e-3 * longer * pass_ms(1 + drafted, probes)
+    seconds = target + 1e-3 * outside_ms
+    return Round("ppd", 8, drafted, [], target, 0.0, probes, seconds=seconds)
+
+
+def test_without_rounds_a_round_is_its_pass():
+    assert RoundCosts(pass_ms).round_ms(4, 6) == pass_ms(4, 6)
+
+
+def test_rounds_say_how_much_longer_passes_are_and_what_lies_outside():
+    costs = RoundCosts(pass_ms)
+    for drafted in (0, 3, 7, 3, 0):
+        costs.learn(round_of(drafted, 2, 1.5, 0.4 + 0.1 * drafted))
+    assert costs.round_ms(16, 9) == pytest.approx(1.5 * pass_ms(16, 9) + 0.4 + 1.5)
+    costs.forget()
+    assert costs.round_ms(16, 9) == pass_ms(16, 9)
+
+
+def test_rounds_of_one_size_do_not_hide_what_smaller_rounds_take():
+    """After rounds of 7 rows alone, a round of 7 costs what it took, and others less:
+    so a plan tries a smaller tree, and learns what that takes."""
+    costs = RoundCosts(pass_ms)
+    for _ in range(5):
+        costs.learn(round_of(7, 0, 1.0, 0.7))
+    assert costs.round_ms(8, 0) == pytest.approx(pass_ms(8, 0) + 0.7)
+    assert costs.round_ms(1, 0) < pass_ms(1, 0) + 0.1
+
+
+def test_a_stall_says_little():
+    costs = RoundCosts(pass_ms)
+    for _ in range(20):
+        costs.learn(round_of(3, 0, 1.0, 0.5))
+    before = costs.round_ms(4, 0)
+    costs.learn(round_of(3, 0, 100.0, 500.0))
+    assert costs.round_ms(4, 0) < 1.2 * before
+
+
+def test_a_line_never_falls_and_is_never_below_zero():
+    line = LinearFit(memory=1.0)
+    line.add(0.0, 2.0)
+    line.add(4.0, 1.0)
+    assert line.at(0.0) == line.at(9.0) == 1.5
+    steep = LinearFit(memory=1.0)
+    steep.add(1.0, 0.1)
+    steep.add(2.0, 2.1)
+    assert steep.at(0.0) == 0.0
+
+
+def round_with(drafted, accepted):
+    return Round(
+        method="draft" if drafted else "none", width=drafted + 1, drafted=drafted,
+        ranks=[(0, 1)] * accepted + [(1, 1)] * (accepted < drafted), target_seconds=0.0,
+        draft_seconds=0.0,
+    )  # fmt: skip
+
+
+def test_metrics_have_the_meaning_the_design_gives_them():
+    stats = Stats("draft", exact=True, prompt_tokens=4)
+    for drafted, accepted in ((3, 3), (3, 1), (3, 0), (0, 0)):
+        stats.add(round_with(drafted, accepted), accepted + 1)
+    # Evaluated: 3 of 3; the right and the wrong one; the wrong one; none.
+    assert stats.evaluated_by_position == [3, 2, 1]
+    assert stats.accepted_by_position == [2 / 3, 1 / 2, 1.0]
+    assert stats.acceptance_rate == pytest.approx(4 / 6)
+    assert stats.tokens_per_pass == pytest.approx(8 / 4)
+    assert stats.new_tokens == stats.target_passes + stats.accepted_tokens
+    assert stats.rounds_by_choice == {"draft:3": 3, "none": 1}
+
+
+def test_nothing_drafted_has_no_rate():
+    stats = Stats("none", exact=True, prompt_tokens=4)
+    stats.add(round_with(0, 0), 1)
+    assert stats.acceptance_rate is None
+    assert stats.to_json()["accepted_by_position"] == []
+
+
+def test_merge_adds_generations():
+    one, two = (Stats("draft", exact=True, prompt_tokens=4) for _ in range(2))
+    one.add(round_with(1, 1), 2)
+    two.add(round_with(3, 3), 4)
+    one.merge(two)
+    assert one.evaluated_by_position == [2, 1, 1]
+    assert one.new_tokens == 6
+    assert one.rounds_by_choice == {"draft:1": 1, "draft:3": 1}
+
+
+def test_what_each_method_did():
+    stats = Stats("auto", exact=True, prompt_tokens=4, plain_ms=2.0)
+    drafted = round_with(3, 2)._replace(target_seconds=0.004, draft_seconds=0.001)
+    stats.add(drafted, 3)
+    stats.add(drafted, 3)
+    stats.add(round_with(0, 0)._replace(target_seconds=0.002, off="it rains"), 1)
+    other = Stats("auto", exact=True, prompt_tokens=4, plain_ms=2.0)
+    other.add(round_with(0, 0)._replace(target_seconds=0.003, off="it rains"), 1)
+    stats.merge(other)
+    assert stats.by_method["draft"] == MethodStats(2, 6, 4, 6, pytest.approx(2.0), 6)
+    assert stats.by_method["none"] == MethodStats(2, 0, 0, 2, pytest.approx(-1.0))
+    assert stats.off == {"it rains": 2}
+    assert stats.to_json()["by_method"]["draft"]["saved_ms"] == pytest.approx(2.0)
+
+
+PRIORS = [[0.2, 0.1], [0.1, 0.1]]
+
+
+def test_without_a_text_they_are_the_priors():
+    assert GuessRates(PRIORS).ranks == [pytest.approx(of_depth) for of_depth in PRIORS]
+
+
+def test_ranks_follow_the_text_whether_they_were_drafted_or_not():
+    """The second guess of the first place is right, and no guess of the place after."""
+    rates = GuessRates(PRIORS)
+    for place in range(0, 400, 2):
+        rates.add_guesses({place: [7, 3], place + 1: [7, 3]})
+        rates.compare(place, [3, 9])
+    assert rates.settled == 400
+    (first, second), other = rates.ranks
+    assert first < 0.05 < 0.85 < second
+    assert max(other) < 0.05
+    rates.forget()
+    assert rates.ranks == [pytest.approx(of_depth) for of_depth in PRIORS]
+
+
+def test_a_guess_waits_for_its_place():
+    """A wrong draft leaves its later places open; another text leaves none."""
+    rates = GuessRates([[0.5], [0.5]])
+    rates.add_guesses({10: [1], 11: [2]})
+    rates.compare(9, [5, 1])
+    assert rates.settled == 1
+    rates.compare(11, [2])
+    assert rates.settled == 2
+    rates.add_guesses({12: [1], 13: [2]})
+    rates.begin()
+    rates.compare(12, [1, 2])
+    assert rates.settled == 2

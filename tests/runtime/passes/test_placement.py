@@ -1,7 +1,4 @@
-"""What runs on a GPU, run here over the CPU provider.
-
-Memory is staged, graphs are "captured", and chains and trees have their own sessions.
-"""
+"""Passes of a graph, and what runs on a GPU, run here over the CPU provider."""
 
 import shutil
 from dataclasses import replace
@@ -11,17 +8,18 @@ import pytest
 
 import jetdraft
 from jetdraft.checkpoints.streams import StreamSettings
+from jetdraft.contracts.step_contract import StepContract
 from jetdraft.devices import providers
 from jetdraft.devices.providers import PROVIDERS, Presence, Provider
-from jetdraft.errors import OptionError
+from jetdraft.ort import ort
 from jetdraft.runtime.measured.survey import Survey
 from jetdraft.runtime.passes import opener as opening
-from jetdraft.runtime.passes.buffers import Memory
+from jetdraft.runtime.passes.buffers import Cache, Memory
 from jetdraft.runtime.passes.opener import shared_weights
 from jetdraft.runtime.passes.session import Captures, open_session
 from jetdraft.runtime.planning.drafting import Drafting
-from tests.exports import exported
-from tests.tiny import llama_config, save_checkpoint, save_streams
+from tests.programs import refused_option
+from tests.tiny import exported, llama_config, save_checkpoint, save_streams
 
 PROMPT = np.random.default_rng(3).integers(0, 288, 30).tolist()
 CPU = PROVIDERS["cpu"].full
@@ -40,7 +38,7 @@ WAYS = [
 
 
 @pytest.fixture(scope="module", params=["cuda", "tensorrt"])
-def bundle(pair, tmp_path_factory, request):
+def placed(pair, tmp_path_factory, request):
     folder = tmp_path_factory.mktemp("placed")
     config = llama_config(num_hidden_layers=1)
     target, output = save_checkpoint(folder / "target", config), folder / request.param
@@ -59,10 +57,10 @@ def pretend(monkeypatch, name):
 
 
 @pytest.fixture
-def pretended(bundle, monkeypatch):
+def pretended(placed, monkeypatch):
     """The bundle, where its provider is really the CPU's."""
-    pretend(monkeypatch, bundle.provider)
-    return jetdraft.load(bundle.path, threads=1)
+    pretend(monkeypatch, placed.provider)
+    return jetdraft.load(placed.path, threads=1)
 
 
 def text(model, **way):
@@ -70,18 +68,18 @@ def text(model, **way):
     return model.generate(token_ids=PROMPT, **given).token_ids
 
 
-def test_a_bundle_for_a_gpu_is_fp16(bundle):
-    assert bundle.target.contract.dtype == "float16"
-    assert bundle.drafter.contract.dtype == "float32"
-    assert bundle.drafter_provider == "cpu"
+def test_a_bundle_for_a_gpu_is_fp16(placed):
+    assert placed.target.contract.dtype == "float16"
+    assert placed.drafter.contract.dtype == "float32"
+    assert placed.drafter_provider == "cpu"
     assert (
-        bundle.flavour == {"cuda": "contrib", "tensorrt": "standard"}[bundle.provider]
+        placed.flavour == {"cuda": "contrib", "tensorrt": "standard"}[placed.provider]
     )
 
 
-def test_the_text_is_that_of_the_cpu(bundle, pretended):
-    plain = jetdraft.load(bundle.path, provider="cpu", threads=1)
-    assert pretended.parts.profiles.machine["provider"] == f"{bundle.provider}+cpu"
+def test_the_text_is_that_of_the_cpu(placed, pretended):
+    plain = jetdraft.load(placed.path, provider="cpu", threads=1)
+    assert pretended.parts.profiles.machine["provider"] == f"{placed.provider}+cpu"
     for way in WAYS:
         kept = ("temperature", "seed", "top_p", "max_new_tokens")
         settings = {key: value for key, value in way.items() if key in kept}
@@ -104,15 +102,14 @@ def test_only_candidates_come_to_the_host(pretended):
     assert not np.array_equal(answer.logits, before)
 
 
-def test_pruning_is_refused(bundle, pretended):
+def test_pruning_is_refused(placed, pretended):
     drafting = Drafting("stream", settings={"prune_threshold": 0.1})
-    with pytest.raises(OptionError, match=f"not on {bundle.provider}") as refusal:
+    with refused_option(f"not on {placed.provider}"):
         pretended.planner.target_for(drafting)
-    assert refusal.value.field == "drafting"
 
 
-def test_passes_are_captured_by_size_and_length(bundle, pretended):
-    if bundle.provider != "cuda":
+def test_passes_are_captured_by_size_and_length(placed, pretended):
+    if placed.provider != "cuda":
         assert pretended.parts.target.captures is None
         return
     captures = pretended.parts.target.captures
@@ -125,9 +122,9 @@ def test_passes_are_captured_by_size_and_length(bundle, pretended):
     assert {length for _, length in captures.ids} == {256, 320}
 
 
-def test_each_engine_has_a_width(bundle, pretended):
+def test_each_engine_has_a_width(placed, pretended):
     engines = pretended.parts.target.sessions
-    if bundle.provider == "cuda":
+    if placed.provider == "cuda":
         assert engines.width(3, room=100) == 3
         assert engines.chain.session is not engines.any.session
         return
@@ -149,13 +146,13 @@ def test_a_new_size_runs_eagerly_first():
     ]
 
 
-def test_trees_that_round_otherwise_are_not_exact(bundle, pretended):
+def test_trees_that_round_otherwise_are_not_exact(placed, pretended):
     assert pretended.parts.widths.trees_agree
-    if bundle.provider != "cuda":
+    if placed.provider != "cuda":
         return
     graph = pretended.parts.target
-    other = jetdraft.load(bundle.path, provider="cpu", threads=1).parts.target
-    file = bundle.path / bundle.target.tree_file
+    other = jetdraft.load(placed.path, provider="cpu", threads=1).parts.target
+    file = placed.path / placed.target.tree_file
     views, _owners = shared_weights(file, "cpu")
     arrays = {name: value.numpy() for name, value in views.items()}
     scales = next(name for name, w in arrays.items() if w.dtype == np.float16)
@@ -167,16 +164,15 @@ def test_trees_that_round_otherwise_are_not_exact(bundle, pretended):
     survey = pretended.parts.survey
     survey._widths = replace(survey.widths, trees_agree=False)
     tree = {"method": "draft", "drafting": BEST}
-    with pytest.raises(OptionError, match="passes that branch") as refusal:
+    with refused_option("passes that branch"):
         text(pretended, **tree)
-    assert refusal.value.field == "drafting"
     assert text(pretended, exact=False, **tree)
     drafted = text(pretended, method="auto", max_new_tokens=40)
     assert drafted == text(pretended, method="none", max_new_tokens=40)
 
 
-def test_a_drafter_that_was_off_is_measured_when_it_is_on(bundle, tmp_path):
-    copy = shutil.copytree(bundle.path, tmp_path / "copy")
+def test_a_drafter_that_was_off_is_measured_when_it_is_on(placed, tmp_path):
+    copy = shutil.copytree(placed.path, tmp_path / "copy")
     shutil.rmtree(copy / "profiles", ignore_errors=True)
     off = jetdraft.load(copy, provider="cpu", threads=1, drafter_provider="off")
     assert off.parts.profiles.machine["provider"] == "cpu+off"
@@ -186,9 +182,9 @@ def test_a_drafter_that_was_off_is_measured_when_it_is_on(bundle, tmp_path):
     assert on.parts.curve.drafter > 0.0
 
 
-def test_a_drafter_goes_where_the_caller_goes(bundle):
+def test_a_drafter_goes_where_the_caller_goes(placed):
     """A bundle's choice for its drafter belongs to its choice for the target."""
-    model = jetdraft.load(bundle.path, provider="cpu", threads=1)
+    model = jetdraft.load(placed.path, provider="cpu", threads=1)
     assert model.parts.profiles.machine["provider"] == "cpu"
 
 
@@ -210,3 +206,113 @@ def test_streams_and_integers_of_four_bits(tmp_path, monkeypatch, scheme):
         for tree in ("chain", "best"):
             drafting = {"drafting": {"tree": tree}, "num_draft_tokens": 3}
             assert text(model, method="stream", **drafting, **way) == expected
+
+
+TOKENS = np.random.default_rng(3).integers(0, 288, 64)
+
+
+@pytest.fixture
+def graph(model):
+    model.parts.target.cache.rewind(0)
+    yield model.parts.target
+    model.parts.target.cache.rewind(0)
+
+
+def feed(graph, tokens):
+    answer = graph.run(np.asarray(tokens))
+    graph.cache.advance(len(tokens))
+    return answer.logits.copy()
+
+
+def contents(graph, rows):
+    return [b.numpy()[:, :, :rows].copy() for b in graph.cache.buffers.values()]
+
+
+@pytest.mark.parametrize("wrong", [1, 2, 5, 9])
+def test_buffers_after_a_rewind_equal_a_fresh_prefill(graph, wrong):
+    feed(graph, TOKENS[:20])
+    feed(graph, (TOKENS[20 : 20 + wrong] + 1) % 288)
+    graph.cache.rewind(20)
+    feed(graph, TOKENS[20:30])
+    rewound = contents(graph, 30)
+    graph.cache.rewind(0)
+    feed(graph, TOKENS[:20])
+    feed(graph, TOKENS[20:30])
+    for before, after in zip(rewound, contents(graph, 30), strict=True):
+        assert np.array_equal(before, after)
+
+
+def test_a_pass_writes_its_rows_and_no_others(graph):
+    feed(graph, TOKENS[:10])
+    before = contents(graph, graph.cache.capacity)
+    graph.run(TOKENS[50:53])  # tokens that no test fed at this place
+    for old, new in zip(before, contents(graph, graph.cache.capacity), strict=True):
+        assert np.flatnonzero((old != new).any(axis=(0, 1, 3))).tolist() == [10, 11, 12]
+
+
+def test_a_pass_past_the_buffer_is_refused(graph):
+    graph.cache.advance(graph.cache.capacity - 2)
+    with pytest.raises(ValueError, match="does not fit"):
+        graph.run(TOKENS[:3])
+
+
+def test_candidates_are_the_best_logits(graph):
+    answer = graph.run(TOKENS[:6])
+    order = np.argsort(-answer.logits, axis=1, kind="stable")[:, :64]
+    best = np.take_along_axis(answer.logits, order, 1)
+    assert np.array_equal(answer.candidate_logits, best)
+    chosen = np.take_along_axis(answer.logits, answer.candidates, 1)
+    assert np.array_equal(answer.candidate_logits, chosen)
+    expected = np.log(np.exp(answer.logits.astype(np.float64)).sum(1))
+    assert np.allclose(answer.logsumexp, expected, atol=1e-5)
+
+
+def test_each_width_is_bound_once(graph):
+    graph.run(TOKENS[:3])
+    bound = dict(graph._bindings)
+    graph.run(TOKENS[3:6])
+    assert graph._bindings == bound
+
+
+def test_answering_for_the_last_row_only(graph):
+    whole = graph.run(TOKENS[:9])
+    last = graph.run(TOKENS[:9], last_only=True)
+    assert last.logits.shape == (1, 288)
+    assert np.allclose(last.logits[0], whole.logits[-1], atol=0.05)
+    assert last.candidates[0, 0] == whole.candidates[-1, 0]
+
+
+def test_present_and_past_are_one_buffer(graph):
+    buffer = next(iter(graph.cache.buffers.values()))
+    assert isinstance(buffer, ort.OrtValue)
+    before = buffer.numpy()[0, :, :4].copy()
+    graph.run(TOKENS[40:44])
+    assert not np.array_equal(before, buffer.numpy()[0, :, :4])
+
+
+CONTRACT = StepContract(
+    vocab_size=8, capacity=10, max_width=4, dtype="float32", kv_shapes=((2, 4),)
+)
+
+
+def test_cursor_moves_and_buffers_stay():
+    cache = Cache(CONTRACT)
+    pointers = [buffer.data_ptr() for buffer in cache.buffers.values()]
+    cache.advance(7)
+    cache.rewind(3)
+    assert (cache.length, cache.room) == (3, 7)
+    assert [buffer.data_ptr() for buffer in cache.buffers.values()] == pointers
+
+
+@pytest.mark.parametrize("rows", [-1, 11])
+def test_advance_never_passes_the_capacity(rows):
+    with pytest.raises(ValueError, match="cannot commit"):
+        Cache(CONTRACT).advance(rows)
+
+
+@pytest.mark.parametrize("length", [-1, 5])
+def test_rewind_never_goes_forward(length):
+    cache = Cache(CONTRACT)
+    cache.advance(4)
+    with pytest.raises(ValueError, match="cannot rewind"):
+        cache.rewind(length)

@@ -159,7 +159,7 @@ def test_drafts_are_found_to_pay_after_a_slow_first_minute(slow):
 
 @pytest.mark.parametrize("measured_ms", [20.0, 70.0])
 def test_a_busy_minute_does_not_end_drafting(measured_ms):
-    """The times are a real pair's; another program ran, also when they were measured."""
+    """The times are a real pair's; another program ran, maybe in the survey too."""
     passes, acceptance = {2: 50.0, 4: 55.0, 8: 65.0}, {"draft": Acceptance()}
     curve = Curve({**passes}, drafts={"draft": measured_ms})
     proposers = [Named("draft", 7)]

@@ -29,8 +29,13 @@ from jetdraft.runtime.proposers.proposer import Seen
 from jetdraft.runtime.sampling.chooser import Chooser, Sampling
 from jetdraft.train.attention import IMPLEMENTATION
 from jetdraft.train.prompts import prompt_logits
-from tests.exports import exported
-from tests.tiny import llama_config, save_checkpoint, save_prompts, save_streams
+from tests.tiny import (
+    exported,
+    llama_config,
+    save_checkpoint,
+    save_prompts,
+    save_streams,
+)
 
 TREE = {"tree": "k-ary", "branching": [2, 2, 2]}
 RANKS = ((0.5, 0.2, 0.1), (0.4, 0.2, 0.1), (0.3, 0.1, 0.1))

@@ -14,6 +14,7 @@ from jetdraft.runtime.text.codec import TextCodec
 from jetdraft.runtime.text.constraint import Constraint, Matcher
 from jetdraft.runtime.text.tools import CallFormat, Tools
 from tests.runtime.sampling.test_chooser import answer
+from tests.runtime.text.test_tools import tool
 from tests.tiny import END_OF_TEXT, VOCAB_SIZE, tokenizer
 
 SIZE = VOCAB_SIZE + 13
@@ -67,7 +68,7 @@ def literals(text):
         "schema": (Constraint("JSON schema", json.dumps(data)), '"a', ' b"'),
         "pattern": (Constraint("JSON schema", json.dumps(pattern)), '"a', ' b"'),
         "tool": (
-            Constraint("grammar", Tools([of(schema)], "required").grammar()),
+            Constraint("grammar", Tools([tool(schema)], "required").grammar()),
             '{"name": "f", "arguments": {"x": "a', ' b"}}',
         ),
         "grammar": (
@@ -75,10 +76,6 @@ def literals(text):
             "a", " b",
         ),
     }  # fmt: skip
-
-
-def of(parameters):
-    return {"type": "function", "function": {"name": "f", "parameters": parameters}}
 
 
 class Text:
@@ -205,7 +202,7 @@ def test_a_tag_that_is_a_token_is_written_by_it(text_of, kind, shape, choice, sc
     assert (in_lark == [f'"{tag}"' for tag in tags]) == (shape is None)
     parameters = {"type": "object", "additionalProperties": False}
     how = {"schema": schema, "lark": text.codec.to_lark}
-    tools = Tools([of(parameters)], choice, CallFormat(*HERMES), **how)
+    tools = Tools([tool(parameters)], choice, CallFormat(*HERMES), **how)
     constraint = Constraint("grammar", tools.grammar())
     tokens = [[token] if token else text.ids(tag) for tag, token in zip(
         tags, map(text.tokenizer.token_to_id, tags), strict=True)]  # fmt: skip

@@ -19,23 +19,15 @@ from jetdraft.runtime.text.constraint import Constraint, Matcher
 from jetdraft.runtime.text.worker_process import Pipe, Vocabulary
 from tests.programs import python
 from tests.runtime.sampling.test_chooser import answer as answer_of
+from tests.runtime.text.test_tools import record
 from tests.tiny import END_OF_TEXT, save_tokenizer
 
-ROBOT = {
-    "type": "object",
-    "properties": {
-        "action": {"enum": ["move", "turn", "stop"]},
-        "speed": {"type": "integer", "minimum": 0, "maximum": 99},
-        "names": {
-            "type": "array",
-            "items": {"type": "string", "maxLength": 6},
-            "maxItems": 2,
-        },
-        "ready": {"type": "boolean"},
-    },
-    "required": ["action", "speed", "names", "ready"],
-    "additionalProperties": False,
-}
+ROBOT = record(
+    action={"enum": ["move", "turn", "stop"]},
+    speed={"type": "integer", "minimum": 0, "maximum": 99},
+    names={"type": "array", "items": {"type": "string", "maxLength": 6}, "maxItems": 2},
+    ready={"type": "boolean"},
+)
 WAYS = [
     {"json_schema": ROBOT},
     {"regex": "(yes|no|perhaps), [a-z]{2,12}\\."},

@@ -18,7 +18,7 @@ from jetdraft.errors import BundleError, OptionError
 from jetdraft.runtime.text.codec import TextCodec
 from jetdraft.runtime.text.stops import STOP, StopWatcher
 from tests.families import FAMILIES, SPECIAL, TAG, WORDS, made
-from tests.runtime.text.chats import CHATS, own_prompt, transformers_prompt
+from tests.runtime.text.test_template import CHATS, own_prompt, transformers_prompt
 
 CASES = settings(max_examples=40, deadline=None)
 

@@ -9,13 +9,23 @@ import pytest
 from jetdraft.errors import OptionError
 from jetdraft.runtime.drafts.rows import Rows
 from jetdraft.runtime.text.constraint import Constraint, Matcher
+from jetdraft.runtime.text.template import user_message
 from jetdraft.runtime.text.tools import HERMES, CallFormat, Tools
+from tests.programs import refused_option
 
-F = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
-G = {
-    "type": "function",
-    "function": {"name": "g", "parameters": {"const": {"mark": "</tool_call>"}}},
-}
+
+def tool(parameters, name="f"):
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+def record(**properties):
+    """The schema of an object that has all of these properties and no other."""
+    fields = {"properties": properties, "required": [*properties]}
+    return {"type": "object", **fields, "additionalProperties": False}
+
+
+F = tool({"type": "object"})
+G = tool({"const": {"mark": "</tool_call>"}}, "g")
 CALL = '{"name": "f", "arguments": {}}'
 MARKED = f"<tool_call>\n{CALL}\n</tool_call>"
 OTHER = '<tool_call>{"name": "g", "arguments": {"mark": "</tool_call>"}}</tool_call>'
@@ -102,10 +112,8 @@ DEEP = reduce(lambda value, _: {"items": value}, range(5000), {})
     "parameters", [DEEP, {"const": object()}, {"const": float("nan")}, {"\ud800": {}}]
 )
 def test_tools_that_are_no_json_are_refused(parameters):
-    function = {"name": "f", "parameters": parameters}
-    with pytest.raises(OptionError, match="the tools are not JSON") as caught:
-        Tools([{"type": "function", "function": function}])
-    assert caught.value.field == "tools"
+    with refused_option("the tools are not JSON", "tools"):
+        Tools([tool(parameters)])
 
 
 @pytest.mark.parametrize(
@@ -228,13 +236,7 @@ def written(name, arguments):
 def test_a_reference_means_the_same_inside_the_schema_of_a_call(model, choice):
     """All tools at once: no document may change another."""
     schemas = [schema for schema, _, _ in DOCUMENTS.values()]
-    tools = Tools(
-        [
-            {"type": "function", "function": {"name": f"f{n}", "parameters": schema}}
-            for n, schema in enumerate(schemas)
-        ],
-        choice,
-    )
+    tools = Tools([tool(it, f"f{n}") for n, it in enumerate(schemas)], choice)
     for n, (what, (schema, right, wrong)) in enumerate(DOCUMENTS.items()):
         may_call = choice in ("required", f"f{n}")
         assert allowed(model, tools, written(f"f{n}", right)) is may_call, what
@@ -252,16 +254,13 @@ def test_a_reference_means_the_same_inside_the_schema_of_a_call(model, choice):
     ],
 )
 def test_a_reference_to_what_is_not_there_is_refused_by_name(model, schema, words):
-    function = {"name": "f", "parameters": schema}
-    tools = Tools([{"type": "function", "function": function}])
     with pytest.raises(OptionError, match=words):
-        model.chat([{"role": "user", "content": "a"}], tools=tools)
+        model.chat([user_message("a")], tools=Tools([tool(schema)]))
 
 
 def test_numbers_that_would_be_rounded_are_refused():
     schema = {"properties": {"n": {"enum": [1, [2**53 + 1]]}}}
-    with_number = {**F, "function": {"name": "f", "parameters": schema}}
-    for functions, more in (([with_number], {}), ([F], {"schema": schema})):
+    for functions, more in (([tool(schema)], {}), ([F], {"schema": schema})):
         with pytest.raises(OptionError, match="9007199254740993 cannot be kept"):
             Tools(functions, **more)
 
@@ -276,7 +275,7 @@ def test_numbers_that_would_be_rounded_are_refused():
     ],
 )
 def test_numbers_that_limit_nothing_may_be_large(schema):
-    Tools([{**F, "function": {"name": "f", "parameters": schema}}])
+    Tools([tool(schema)])
 
 
 @pytest.mark.parametrize(
@@ -300,22 +299,15 @@ def test_a_call_with_equal_keys_or_deep_arrays_is_a_call():
 
 # --- the formats of published templates -----------------------------------------------
 
-WEATHER = {
-    "type": "function",
-    "function": {
-        "name": "get.weather",
-        "parameters": {
-            "type": "object",
-            "properties": {
-                "city": {"type": "string"}, "days": {"type": "integer", "minimum": 1},
-                "dry": {"type": "boolean"}, "unit": {"enum": ["C", "F"]},
-                "at": {"type": "array", "items": {"type": "string"}},
-            },
-            "required": ["city", "dry"],
-            "additionalProperties": False,
-        },
-    },
-}  # fmt: skip
+WEATHER_PARAMETERS = record(
+    city={"type": "string"},
+    days={"type": "integer", "minimum": 1},
+    dry={"type": "boolean"},
+    unit={"enum": ["C", "F"]},
+    at={"type": "array", "items": {"type": "string"}},
+)
+WEATHER_PARAMETERS["required"] = ["city", "dry"]
+WEATHER = tool(WEATHER_PARAMETERS, "get.weather")
 ARGUMENTS = {"city": 'New "York"', "dry": True, "unit": "C", "at": ["a, b"]}
 JSON = json.dumps(ARGUMENTS)
 PYTHON = 'get.weather(city="New \\"York\\"", dry=True, unit="C", at=["a, b"])'

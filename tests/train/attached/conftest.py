@@ -15,7 +15,7 @@ from jetdraft.bundle import Bundle
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.heads.head_reader import load_head
 from tests.checkpoints.heads import layouts
-from tests.exports import exported
+from tests.tiny import exported
 
 LONG: dict[str, Any] = {"max_new_tokens": 80, "ignore_eos": True}
 sized = partial(exported, capacity=256, max_width=32)

@@ -19,10 +19,9 @@ from jetdraft.runtime.drafts.rows import Rows
 from jetdraft.runtime.passes.halves import Halves
 from jetdraft.runtime.planning.drafting import Drafting
 from jetdraft.train.task import TrainingOptions
-from tests.cli.running import assert_refused
-from tests.cli.running import jetdraft as cli
-from tests.exports import exported
-from tests.tiny import llama_config, save_checkpoint
+from tests.programs import assert_refused
+from tests.programs import jetdraft as cli
+from tests.tiny import exported, llama_config, save_checkpoint
 from tests.train.attached.conftest import LONG, int4
 from tests.train.periodic import PERIOD, made
 
