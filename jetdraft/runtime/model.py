@@ -419,17 +419,17 @@ class Model:
         size = 0 if drafter is None else drafter.contract.feature_input
         given = Path(file), parts.caches, parts.profiles.machine, size
         with parts.claim.held():
-            self.forget()
+            parts.forget()
             tokens, is_own, waiting = load_prefix(*given)
             parts.prefix.restore(tokens, exact=is_own)
             if parts.draft_cache is not None:
                 parts.draft_cache.restore(tokens, waiting)
 
     def check_prefix_support(self) -> None:
-        """Raise `OptionError` for an encoder-decoder: its rows need the source."""
-        if self.bundle.start_token_ids:
-            fact = "the rows of an encoder-decoder depend on its source, so no prefix "
-            fact += "can be kept; give the whole source each time"
+        """Raise `OptionError` for an encoder-decoder, or a model of embeddings."""
+        if self.bundle.start_token_ids or self.bundle.embedding is not None:
+            fact = "no prefix of an encoder-decoder, or of a model that embeds, can be "
+            fact += "kept; give the whole text each time"
             raise OptionError(fact, "prefix")
 
     def measure_again(self) -> None:

@@ -211,6 +211,8 @@ class Service:
         self._check_model_name(body.get("model", self.name))
         limits, defaults = self.limits, self._model.defaults
         wanted = GenerationRequest.of(body, chat, limits.max_new_tokens, defaults)
+        if wanted.count > 1 and dialect not in (CHATS, COMPLETIONS):
+            raise RequestError("this API gives one text; leave n out", "n")
         if chat and wanted.tools is not None:
             wanted = replace(wanted, tools=self._model.fitted(wanted.tools))
         seconds = wanted.options.get("max_seconds", limits.max_seconds)

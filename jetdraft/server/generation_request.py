@@ -53,6 +53,7 @@ UNSUPPORTED_FIELDS: Mapping[str, tuple[Any, ...]] = {
     **{"repeat_last_n": (-1,), "guided_json": (), "guided_regex": ()},
 }
 IGNORED_HEADER = "X-Jetdraft-Ignored"  # Names the ignored fields of a request.
+MAX_ENTRIES = 1 << 17  # Tokens and log probabilities of an answer, held in memory.
 MAX_CHOICES, MAX_PROMPTS = 8, 64  # Texts of a prompt, and prompts of a request.
 # The tokens before a prefix, its suffix, and the text between them; DeepSeek's last.
 FILL_TOKENS = (
@@ -137,7 +138,7 @@ class GenerationRequest(ModelRequest):
         options.setdefault("temperature", 1.0)  # OpenAI's default
         Options.of(**options)  # refuses bad options
         chunks = body.get("stream_options", {})
-        return cls(
+        wanted = cls(
             prompts=[] if chat else _read_prompts(body.get("prompt")),
             n=body.get("n", 1),
             suffix=body.get("suffix", ""),
@@ -151,6 +152,14 @@ class GenerationRequest(ModelRequest):
             ignored=ignored,
             template=_read_template_variables(body),
         )
+        per_token = 1 + (options.get("logprobs") or 0)
+        if wanted.count * options["max_new_tokens"] * per_token > MAX_ENTRIES:
+            raise RequestError(
+                f"the texts have more than {MAX_ENTRIES} tokens and log probabilities "
+                "in all; ask for fewer at once",
+                "n",
+            )
+        return wanted
 
     @property
     def count(self) -> int:

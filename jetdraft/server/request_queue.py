@@ -6,11 +6,12 @@ Beginnings of prompts are kept on disk, for whoever sends a prompt that begins a
 import asyncio
 import logging
 import os
+import re
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, closing
+from contextlib import asynccontextmanager, closing, suppress
 from contextvars import ContextVar
 from math import inf, prod
 from pathlib import Path
@@ -42,6 +43,7 @@ AnyRequest = GenerationRequest | TranscriptionRequest | EmbeddingRequest
 WRITTEN_TOKENS: ContextVar[list[int] | None] = ContextVar("written", default=None)
 MIN_ROWS = 64  # Fewer rows of a prompt are read again sooner than a file.
 REMEMBERED_PROMPTS = 64  # Their beginnings are compared with a new prompt's.
+_FILE_NAME = re.compile(r"prefix-[0-9a-f]{32}\.npz")
 log = logging.getLogger("jetdraft.server")
 
 
@@ -175,6 +177,7 @@ class Job:
         self._queue, self._request, self._client = queue, request, client
         self._loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[Piece | Result | Exception] = asyncio.Queue()
+        self._has_ended = False
         self._cancelled, self._written = False, WRITTEN_TOKENS.get()
         self._model: Model | None = None
         self._stream: Stream | Transcription | Embedder | None = None
@@ -217,7 +220,7 @@ class Job:
         self._cancelled = True
         if self._model is None:
             self._task.cancel()
-        else:
+        elif not self._has_ended:
             self.deadline = min(self.deadline, time.monotonic())
             # Without a stream, the model may compile a constraint.
             (self._stream or self._model).cancel()
@@ -255,10 +258,11 @@ class Job:
     def _generate(self, model: Model) -> None:
         """Generate, and hand pieces and results to `next`; runs in the thread."""
         prefixes, prompts = self._queue.prefixes, list[Sequence[int]]()
-        for started in self._request.streams(model):
+        request, written = self._request, 0
+        for started in request.streams(model):
             with closing(started) as stream:
                 self._stream = stream
-                if prefixes is not None and isinstance(stream, Stream):
+                if prefixes is not None and isinstance(request, GenerationRequest):
                     prefixes.load(model, stream.prompt)
                     prompts.append(stream.prompt)
                 if self._cancelled:  # before there was a stream
@@ -267,7 +271,7 @@ class Job:
                     if isinstance(piece, Piece):
                         self._post_event(piece)
                 result = stream.result()
-            self._stream = None
+            self._stream, written = None, written + 1
             if self._written is not None:
                 self._written.append(result.stats.new_tokens)
             self._loop.call_soon_threadsafe(self._queue.total.merge, result.stats)
@@ -275,6 +279,8 @@ class Job:
                 # OpenAI has no finish reason for this.
                 fact = "the server is ending, and has cut this text; ask again"
                 raise RequestError(fact, status=503)
+            if written == request.count:  # nothing is left to cancel
+                self._has_ended, self.deadline = True, inf
             self._post_event(result)
         if prefixes is not None:
             for prompt in prompts:
@@ -307,11 +313,12 @@ class PrefixFolder:
         self._prompts: deque[Int64s] = deque(maxlen=REMEMBERED_PROMPTS)
         self._lock = Lock()
         try:
-            self._own.mkdir(parents=True, exist_ok=True)
+            self._own.mkdir(0o700, parents=True, exist_ok=True)
         except (OSError, ValueError) as error:
             fact = f"cannot make {self._own} ({error}); choose another --prefixes"
             raise OutputError(fact) from error
-        self._saved = {file: _read_tokens(file) for file in self._own.glob("*.npz")}
+        files = self._own.glob("prefix-*.npz")
+        self._saved = {file: _read_tokens(file) for file in files}
 
     def load(self, model: Model, prompt: Sequence[int]) -> None:
         """Put rows that begin `prompt` into the model's buffers, if it lacks many."""
@@ -321,7 +328,8 @@ class PrefixFolder:
             return
         try:
             model.load_prefix(file)
-            os.utime(file)  # so that it is deleted later
+            with suppress(OSError):
+                os.utime(file)  # so that it is deleted later
         except (JetdraftError, OSError) as error:
             self._drop(file, error)
 
@@ -339,30 +347,31 @@ class PrefixFolder:
         size = sum(prod(s) * t.itemsize for own in forms for s, t in own)
         if shared < saved + MIN_ROWS or size > self._most_bytes:
             return
-        file = self._own / f"{uuid4().hex}.npz"
+        file = self._own / f"prefix-{uuid4().hex}.npz"
         try:
             self._make_room(size)
             model.save_prefix(file, ids[:shared])
             with self._lock:
-                self._saved[file] = ids[:shared]
+                self._saved[file] = _read_tokens(file)
         except (JetdraftError, OSError) as error:
             self._drop(file, error)
 
     def _longest(self, model: Model, prompt: Sequence[int]) -> tuple[int, Path | None]:
         """How many rows of a prompt a file has, and the file that has the most."""
         # Recurrent states are of all rows of a file.
-        whole = bool(model.parts.target.cache.states)
+        whole, ids = bool(model.parts.target.cache.states), np.asarray(prompt, np.int64)
         best: tuple[int, Path | None] = 0, None
         with self._lock:
             for file, tokens in self._saved.items():
-                rows = common_length(tokens, prompt)
+                rows = common_length(tokens, ids)
                 if rows > best[0] and (rows == len(tokens) or not whole):
                     best = rows, file
         return best
 
     def _make_room(self, size: int) -> None:
         """Delete the files that were unused for longest, until `size` bytes fit."""
-        stats = [(file, file.stat()) for file in self._all.glob("*/*.npz")]
+        own = (f for f in self._all.glob("*/*.npz") if _FILE_NAME.fullmatch(f.name))
+        stats = [(file, file.stat()) for file in own]
         used = size + sum(stat.st_size for _, stat in stats)
         for file, stat in sorted(stats, key=lambda pair: pair[1].st_mtime):
             if used > self._most_bytes:
@@ -374,7 +383,8 @@ class PrefixFolder:
             log.warning("%s", error)
         with self._lock:
             self._saved.pop(file, None)
-        file.unlink(missing_ok=True)
+        with suppress(OSError):
+            file.unlink()
 
 
 def _read_tokens(file: Path) -> Int64s:
@@ -382,6 +392,6 @@ def _read_tokens(file: Path) -> Int64s:
     try:
         refusal = StoreError(f"{file} is not a saved prefix; delete it")
         return np.asarray(read_arrays(file, refusal, TOKENS)[TOKENS], np.int64)
-    except JetdraftError as error:
+    except (JetdraftError, ValueError) as error:
         log.warning("%s", error)
         return np.zeros(0, np.int64)

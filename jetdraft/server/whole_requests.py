@@ -211,7 +211,7 @@ class EmbeddingRequest(ModelRequest):
             _refuse_if(not is_known, f"unknown field {field!r}; leave it out")
         fact = f"encoding_format {form!r} is unknown; choose float or base64"
         _refuse_if(form not in ("float", "base64"), fact, "encoding_format")
-        is_wrong = type(size or 1) is not int or (size or 0) < 0
+        is_wrong = size is not None and (type(size) is not int or size < 1)
         fact = f"dimensions {size!r} is not a number from 1 on"
         _refuse_if(is_wrong, fact, "dimensions")
         fact = f"prompt_name {name!r} is not a text"

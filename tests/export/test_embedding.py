@@ -221,6 +221,7 @@ def test_the_server(made):
                 ({"input": []}, "1 to 2048 texts"),
                 ({"input": [3.5]}, "1 to 2048 texts"),
                 ({"dimensions": 49}, "48 dimensions"),
+                ({"dimensions": []}, "not a number"),
                 ({"encoding_format": "hex"}, "float or base64"),
                 ({"extra_body": {"prompt_name": "x"}}, "no prompt 'x'"),
                 ({"extra_body": {"colour": "x"}}, "unknown field 'colour'"),

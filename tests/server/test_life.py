@@ -466,17 +466,20 @@ def test_files_have_a_bound(pool, tmp_path):
     [file] = tmp_path.glob("own/*.npz")
     size = file.stat().st_size
     (tmp_path / "old").mkdir()
-    old, used = tmp_path / "old/a.npz", tmp_path / "old/b.npz"
-    for path in (old, used):
+    old, used = (tmp_path / f"old/prefix-{n * 32}.npz" for n in "ab")
+    other = tmp_path / "old/mine.npz"
+    for path in (old, used, other):
         path.write_bytes(file.read_bytes())
     os.utime(old, (1, 1))
+    os.utime(other, (0, 0))
     file.unlink()
     folder = PrefixFolder(tmp_path, "own", 2 * size)
     for prompt in ASKED[:2]:
         answered(folder, pool.models[0], prompt)
     assert not old.exists()
     assert used.exists()
-    assert sum(f.stat().st_size for f in tmp_path.glob("*/*")) <= 2 * size
+    assert other.exists(), "it is not the server's"
+    assert sum(f.stat().st_size for f in tmp_path.glob("*/p*")) <= 2 * size
     small = PrefixFolder(tmp_path / "small", "own", size // 2)
     for prompt in ASKED:
         answered(small, pool.models[0], prompt)

@@ -79,6 +79,7 @@ def assert_error(response, status, words):
         ({**GOOD, "max_tokens": -1}, "gives 1 to 400"),
         ({**GOOD, "n": 9}, "n 9 is out of range; this server gives 1 to 8"),
         ({**GOOD, "n": 2, "best_of": 3}, "best_of can only be n"),
+        ({**GOOD, "prompt": ["a"] * 64, "n": 8, "max_tokens": 400}, "more than 131072"),
         ({**GOOD, "echo": True, "logprobs": 1}, "echo gives no logprobs"),
         ({**GOOD, "suffix": "b"}, "suffix needs a model that fills gaps"),
         ({**GOOD, "modalities": ["audio"]}, "modalities is not supported"),

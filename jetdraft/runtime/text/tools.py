@@ -3,11 +3,9 @@
 The chat template tells how its model writes a call: a row of `_FORMATS`.
 """
 
-import ast
 import json
 import re
 import time
-import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -259,11 +257,12 @@ class Tools:
         while (begin := self._find_call(text, at)) >= 0:
             try:
                 pairs, end = self._read_calls(text, begin + len(self.format.begin))
+                is_known = {name for name, _ in pairs} <= {*self.names}
                 # Infinite numbers and lone surrogates are no JSON.
                 json.dumps(pairs, ensure_ascii=False, allow_nan=False).encode()
             except _BROKEN:
                 break
-            if not pairs or not {name for name, _ in pairs} <= {*self.names}:
+            if not pairs or not is_known:
                 break
             calls += [ToolCall(name, arguments) for name, arguments in pairs]
             said, at = said + text[at:begin], end
@@ -286,8 +285,7 @@ class Tools:
             keys = ("arguments", "parameters")
             pairs = [(c["name"], c[keys["arguments" not in c]]) for c in calls]
         elif form.listed:
-            end = text.index(form.end, at) if form.end else len(text)
-            pairs = _read_python(text[at:end].strip())
+            pairs, end = _read_python(text, at)
         else:
             before, after, close = form.name
             at = _skip(text, at, before.strip())
@@ -332,25 +330,28 @@ def _skip(text: str, at: int, mark: str = "") -> int:
     return at + len(mark)
 
 
-class _WordsOfJson(ast.NodeTransformer):
-    """Replaces the names true, false and null by their values."""
-
-    def visit_Name(self, node: ast.Name) -> ast.expr:
-        is_word = node.id in ("true", "false", "null")
-        return ast.Constant(json.loads(node.id)) if is_word else node
+_CALL, _KEY = re.compile(r"\s*([^\s(]+)\("), re.compile(r"[\s,]*([^\s=(),]+)=\s*")
+_PYTHON_WORDS = {"True": True, "False": False, "None": None}
+_PYTHON_WORD = re.compile("True|False|None")
 
 
-def _read_python(text: str) -> list[tuple[str, Any]]:
-    """The calls in a list in Python's notation, `[f(x=1), g()]`."""
-    with warnings.catch_warnings(action="ignore"):  # of a wrong escape
-        tree: Any = _WordsOfJson().visit(ast.parse(text, mode="eval"))
-    pairs = []
-    for call in tree.body.elts:
-        found = {key.arg: ast.literal_eval(key.value) for key in call.keywords}
-        if call.args or None in found:
-            raise ValueError(text)  # a value without a name
-        pairs.append((ast.unparse(call.func), found))
-    return pairs
+def _read_python(text: str, at: int) -> tuple[list[tuple[str, Any]], int]:
+    """The calls in a list in Python's notation, `[f(x=1), g()]`, with JSON's values."""
+    pairs, mark = list[tuple[str, Any]](), "["
+    while mark != "]":
+        if not (call := _CALL.match(text, _skip(text, at, mark))):
+            raise ValueError(text)
+        name, at, found = call[1], call.end(), dict[str, Any]()
+        while key := _KEY.match(text, at):
+            at = key.end()
+            if word := _PYTHON_WORD.match(text, at):
+                found[key[1]], at = _PYTHON_WORDS[word[0]], word.end()
+            else:
+                found[key[1]], at = _decode(text, at)
+        pairs.append((name, found))
+        at = _skip(text, at, ")")
+        mark = "," if text.startswith(",", _skip(text, at)) else "]"
+    return pairs, _skip(text, at, "]")
 
 
 def _read_gemma(text: str) -> Any:
@@ -362,19 +363,17 @@ def _read_gemma(text: str) -> Any:
     return json.loads("".join(parts))
 
 
-_PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
-
-
 def _read_parameters(text: str, at: int, properties: Schema) -> tuple[Schema, int]:
     """The arguments in XML of Qwen3-Coder, of functions with these properties."""
-    pattern = re.compile(r"\s*<parameter=([^>]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
+    pattern = re.compile(r"\s*<parameter=([^>]+)>\n?(.*?)\n</parameter>\n", re.DOTALL)
     found: Schema = {}
     while match := pattern.match(text, at):
         key, value = match[1], match[2]
         schema = properties.get(key, {})
         if schema.get("type") != "string" and not _texts(schema):
             with suppress(ValueError, RecursionError):
-                value = json.loads(_PYTHON_WORDS.get(value, value))
+                is_word = value in _PYTHON_WORDS
+                value = _PYTHON_WORDS[value] if is_word else json.loads(value)
         found[key], at = value, match.end()
     return found, at
 
@@ -406,7 +405,7 @@ _VALUE_RULES = [
     'array: "[" (value ("," value)*)? "]"',
     f"quoted: {json.dumps(_QUOTE)} text",
     f"text[suffix={json.dumps(_QUOTE)}]: {_TEXT}",
-    r"NUMBER: /-?[0-9]+(\.[0-9]+)?/",
+    r"NUMBER: /-?(0|[1-9][0-9]*)(\.[0-9]+)?/",
     r"KEY: /[A-Za-z_][A-Za-z0-9_]*/",
 ]
 

@@ -413,5 +413,8 @@ def test_several_calls_are_read(model, name):
 def test_python_that_is_no_call_is_text(text):
     assert Tools([F], format=CallFormat.of("[func_name1(")).read(text) == ([], text)
     tools = Tools([F], format=CallFormat.of("[func_name1("))
-    [call] = tools.calls("[f(x=[-1, None, true], y={'a': 'b'})]")
-    assert call.arguments == {"x": [-1, None, True], "y": {"a": "b"}}
+    [call] = tools.calls('[f(x=[-1, null, true], from={"a": "😀 \\/"}, a-b=True)]')
+    values = {"from": {"a": "😀 /"}, "a-b": True}
+    assert call.arguments == {"x": [-1, None, True], **values}
+    hermes = '<tool_call>{"name": [], "arguments": 1}'
+    assert Tools([F], format=HERMES).read(hermes) == ([], hermes)
