@@ -262,7 +262,7 @@ class Job:
         for started in request.streams(model):
             with closing(started) as stream:
                 self._stream = stream
-                if prefixes is not None and isinstance(request, GenerationRequest):
+                if prefixes is not None and type(stream) is Stream:
                     prefixes.load(model, stream.prompt)
                     prompts.append(stream.prompt)
                 if self._cancelled:  # before there was a stream
