@@ -60,11 +60,7 @@ def find_bias(graph: ir.Graph) -> ir.Value | None:
 def add_mask(
     graph: ir.Graph, contract: StepContract, name: str = "draft_mask"
 ) -> ir.Value:
-    """Add a mask to the inputs, and return the bias [1, 1, n, slots] made of it.
-
-    The inputs are `name` and `draft_start`. CUDA clips no int32, so slots are bounded
-    by Max and Min. The CPU gathers lines seven times as fast as columns.
-    """
+    """Add a mask to the inputs, and return the bias [1, 1, n, slots] made of it."""
     mask, start = (new_value(spec) for spec in contract.mask_inputs)
     mask.name = name
     graph.inputs.append(mask)
@@ -124,10 +120,7 @@ def use_own_attention(graph: ir.Graph) -> None:
 def measure_scales(
     model: Any, contract: StepContract, windows: Windows, bits: int
 ) -> list[Floats]:
-    """Measure scales float32 [kv_heads * head_dim] of buffers, in the contract's order.
-
-    A channel's largest magnitude over the text becomes the largest integer of `bits`.
-    """
+    """Measure scales float32 [kv_heads * head_dim] of the buffers, in their order."""
     step, dtype = Step(model, contract), dtype_of(contract)
     specs = contract.buffers("past")
     largest: list[torch.Tensor] = []
