@@ -124,7 +124,10 @@ def attend(
     s_aux: Tensor | None = None,
     **extra: Any,
 ) -> tuple[Tensor, None]:
-    """Attend to [1, heads, n, d]; sinks `s_aux` [heads] are scores without a value."""
+    """Attend over the active `StepState`: [1, heads, n, d] to [1, n, heads, d].
+
+    Sinks `s_aux` [heads] are scores of a key without value.
+    """
     unknown = unknown_arguments(extra)
     if attention_mask is not None:
         unknown.append("a mask of its own")
@@ -376,7 +379,10 @@ def attend_to_source(
     position_bias: Tensor | None = None,
     **extra: Any,
 ) -> tuple[Tensor, None]:
-    """Return [1, n, heads, d]; `position_bias` [1, heads, n, n] is for the encoder."""
+    """Attend in the encoder, to the source, or to the text; return [1, n, heads, d].
+
+    T5's `position_bias` [1, heads, n, n] counts in the encoder only.
+    """
     if getattr(module, "is_causal", False):
         own = getattr(active_state(), "own", None)
         if own is not None:

@@ -52,6 +52,7 @@ class Checkpoint:
 
     `tokenizer` is the text of a tokenizer.json. A drafter may draft `draft_ids` int64
     [n], None for all, and is `beside` a target of `target_rows` tokens.
+
         checkpoint = Checkpoint.load("examples/pycode/target", torch.float32)
     """
 

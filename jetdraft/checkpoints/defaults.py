@@ -133,7 +133,6 @@ def passed_over_fields(
             yield f"{file}: {name} {printable(value, MAX_VALUE_LETTERS)}: {rule.why}"
 
 
-# The rule of fields that no table names.
 _UNKNOWN_FIELD = Rule("", WARNED, "this version does not know it")
 
 

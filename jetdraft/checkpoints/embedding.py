@@ -25,7 +25,8 @@ def embeds(source: str) -> bool:
 def read_embedding(source: str, model: Any) -> tuple[Embedding | None, Taps | None]:
     """Return how a checkpoint embeds, and its taps of the last states; or two None.
 
-    Raises `UnsupportedModelError` for unknown steps, `CheckpointError` for bad files.
+    Dense layers without activation come before the mean, in the taps. Raises
+    `UnsupportedModelError` for unknown steps, `CheckpointError` for damaged files.
     """
     modules = read_fields(source, MODULES, list)
     if modules is None:

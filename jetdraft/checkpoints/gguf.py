@@ -58,7 +58,7 @@ HEAD_TENSOR, EMBEDDING_TENSOR = "output.weight", "token_embd.weight"
 ROPE_TENSOR = "rope_freqs.weight"
 _MIXTURES = {"qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe"}
 _EXPERTS = re.compile(r"blk\.(\d+)\.ffn_(gate|up|down)_exps\.weight")
-# A higher cosine of head and embedding shows two copies: 4 and 8 bits have 0.997.
+# Above this cosine head and embedding are copies; copies of 4 and 8 bits have 0.997.
 _TIED_COSINE = 0.98
 _COMPARED_ROWS = 64  # Rows of head and embedding that are compared.
 _MALFORMED = (ValueError, IndexError, KeyError, TypeError, OverflowError, RuntimeError)

@@ -126,7 +126,6 @@ FILE_FIELDS = (
 # fmt: on
 
 
-# Fields of a family, and the attributes of configs that hold the same number.
 _CONFIG_NAMES = {
     "attention.layer_norm_rms_epsilon": ("rms_norm_eps", "norm_eps"),
     "attention.layer_norm_epsilon": (

@@ -57,6 +57,7 @@ class Taps(nn.Module):
 
     Tap j enters layer j, or, in a model of j layers, the final norm; without taps it is
     the state after that norm. `fuse` maps states [1, n, h] to features [1, n, size].
+
         with Taps((2, 14), 1024, head.fuse, {"fc": head.fc}).watching(model) as rows:
             model(input_ids=ids)    # rows[0] is [1, n, 1024]
     """
@@ -148,7 +149,7 @@ def merge_lora(model: Any, name: str, scale: float = 1.0) -> dict[str, Tensor]:
     return changed
 
 
-# A draft vocabulary as in EAGLE-3: int64 [n] of ids less rows, and bool of ids.
+# The draft vocabulary of EAGLE-3: int64 [n], each id less its row; bool marks of ids.
 D2T, T2D = "d2t", "t2d"
 # The most rows by which paddings of a vocabulary differ; DeepSeek has 2,385 of them.
 MAX_PADDING = 4096

@@ -353,7 +353,7 @@ def _check_loaded(
         )
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     check_unread(source, names, info["unexpected_keys"])
-    # `check_source_seams` and `check_seams` see what other families do beside this.
+    # `check_source_seams` and `check_seams` see what others do beside the interface.
     family = model.config.get_text_config(decoder=True).model_type
     is_seen = family in RECURRENT_FAMILIES and connect(model, active_states)
     is_seen |= model.config.is_encoder_decoder or family in ("stablelm", "biogpt")

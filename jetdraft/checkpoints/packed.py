@@ -38,7 +38,10 @@ _AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # The place of each of eight columns in a
 
 @dataclass(frozen=True)
 class PackedWeights:
-    """Integers (`blocks`) by name, and `floats`: other tensors, and values in half."""
+    """A quantized checkpoint's integers (`blocks`) by name, and their `forms`.
+
+    `floats` are the other tensors, and the values of the integers in half.
+    """
 
     method: str
     blocks: dict[str, Matrix | GridStack]

@@ -135,13 +135,11 @@ class UnsupportedKind:
                 yield from (f"{name} {t}" for t in self.types if t in types)
 
 
-# The `model_type`s with recurrent states that are exported, see `recurrence.SEAMS`.
 RECURRENT_FAMILIES = (
     *("lfm2", "qwen3_5_text", "qwen3_next", "olmo_hybrid"),
     *("bamba", "falcon_h1", "granitemoehybrid", "nemotron_h"),
     *("lfm2_moe", "qwen3_5_moe_text", "lfm3", "zamba2"),
 )
-# The `model_type`s with experts that are exported, see `layers.compute_experts`.
 EXPERT_FAMILIES = (
     *("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "phimoe", "gpt_oss", "granitemoe"),
     *("granitemoehybrid", "lfm2_moe", "qwen3_next", "qwen3_5_moe_text", "nemotron_h"),

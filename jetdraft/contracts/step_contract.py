@@ -61,7 +61,7 @@ SELECTING = TensorSpec("selecting", "int32", (1,))  # The rows to read: a `Readi
 SOURCE_LENGTH = TensorSpec("source_length", "int32", (1,))
 SOURCE = "source"  # The name of the dynamic axis of a source's tokens.
 
-# How many kept rows of the last pass are committed, and how many rows of this pass.
+# How many kept rows of the last pass are committed; how many of this are no padding.
 STATE_ROWS = TensorSpec("state_rows", "int64", (2,))
 # The inputs with the row and the stream of each probe, and with the prefix rows.
 _PROBE_INPUTS = [TensorSpec(f"probe_{n}", "int64", (PROBES,)) for n in ("rows", "ids")]
@@ -74,11 +74,13 @@ class StepContract:
 
     `kv_shapes` holds (kv_heads, head_dim) per layer; the KV buffers have `capacity` and
     `spare_slots` slots, which no pass reads, of "float32", "float16", or int8 with
-    `kv_bits` 8. A drafter may choose among `draft_vocab` ids; 0 means all.
+    `kv_bits` 8. A drafter may choose among the ids below its `vocab_size`, or among
+    `draft_vocab` of them; 0 means all.
 
     A `tree` graph verifies branching drafts too. A row can carry `streams` probes; each
-    takes `members` slots, and all see a `prefix` of slots. `feature_size`,
-    `feature_input` and `carried_size` are widths of `features` and `carried`.
+    takes `members` slots, and all see a `prefix` of slots. `hidden_size`,
+    `feature_size`, `feature_input` and `carried_size` are the widths of the optional
+    `hidden`, `features` (an output or an input) and `carried`.
 
     `guesses` is the number of tokens that a head guesses at once. `reads` has (layer,
     kv_heads, head_dim) of each buffer of the target that the graph reads, and `recent`
@@ -91,8 +93,9 @@ class StepContract:
 
     A layer with a recurrent state has `states`, which a pass changes in place: a
     convolution its last rows (k - 1, channels), linear attention matrices (heads, key,
-    value). A pass of at most `WIDEST` rows keeps its rows behind these, and the next
-    pass takes up those that were committed. A row chooses `experts` of all layers.
+    value). A pass of at most `WIDEST` rows leaves these as they were, keeps its rows
+    behind them or in a tensor (WIDEST, numbers); the next pass takes up those that were
+    committed. A wider pass is committed whole. A row chooses `experts` of all layers.
 
         contract = StepContract(
             vocab_size=4096, capacity=2048, max_width=128, dtype="float32",

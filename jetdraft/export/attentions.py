@@ -17,7 +17,6 @@ from jetdraft.quant.edits import Maker, initializer, new_value
 
 OPSET = 24  # The first that has TensorScatter and Attention over a part of a buffer.
 _BIAS_INPUTS = {"GroupQueryAttention": 10, "Attention": 3}
-# GroupQueryAttention's inputs for the scales of keys and of values.
 SCALE_INPUTS = 12, 13
 SINKS_INPUT = 11  # GroupQueryAttention's input for the sinks of heads.
 PAST_KEY = 3  # GroupQueryAttention's input for the past keys.
@@ -60,7 +59,10 @@ def find_bias(graph: ir.Graph) -> ir.Value | None:
 def add_mask(
     graph: ir.Graph, contract: StepContract, name: str = "draft_mask"
 ) -> ir.Value:
-    """Add a mask to the inputs, and return the bias [1, 1, n, slots] made of it."""
+    """Add a mask to the inputs, and return the bias [1, 1, n, slots] made of it.
+
+    Max and Min bound slots, since CUDA clips no int32; the CPU gathers lines fastest.
+    """
     mask, start = (new_value(spec) for spec in contract.mask_inputs)
     mask.name = name
     graph.inputs.append(mask)

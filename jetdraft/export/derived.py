@@ -1,4 +1,8 @@
-"""Graphs made of the traced graph: branching drafts, compaction, halves, flavours."""
+"""Graphs made of the traced graph: branching drafts, compaction, halves, flavours.
+
+TensorRT imports neither contrib operators nor norms; an importer that does not know
+TensorScatter gets ScatterND, which copies the buffer.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -29,7 +33,7 @@ from jetdraft.quant.edits import Maker, initializer, new_value, replace_values
 def make_tree_graph(
     chain: ir.Model, contract: StepContract, source: str
 ) -> ir.Model | None:
-    """Add a draft mask to the chain graph, in place; None without layers or by windows.
+    """Add a draft mask to a chain, in place; None without layers or if it has windows.
 
     Raises `UnsupportedModelError` where a graph that needs a mask has windows.
     """

@@ -136,7 +136,10 @@ def make_block_state(
     size: int,
     contract: StepContract,
 ) -> StepState:
-    """Return the state of a pass over rows and block; `positions` int64 [1, n + m]."""
+    """Return the state of a pass over rows and block, at `positions` int64 [1, n + m].
+
+    Behind them are the m = `size` queries of the block, see `checkpoints.heads.blocks`.
+    """
     filled = cursor + count_on_device(positions)
     slots = torch.arange(contract.slots, dtype=torch.int32)
     hidden = (slots >= filled).to(dtype_of(contract)) * HIDDEN

@@ -22,8 +22,9 @@ class ExportOptions:
     of None the fastest for the pair; both are measured, unless the export is `fast`.
     `capacity` is the rows of the KV buffers (prompt and output together), `max_width`
     the most rows of a pass. Providers give defaults of `dtype` ("fp32" or "fp16") and
-    `flavour`: "contrib" operators of onnxruntime, or "standard". A `kernel` "jetdraft"
-    holds llama.cpp's types as they are. A `limit` gives some layers more bits.
+    `flavour`: "contrib" has onnxruntime's own operators, "standard" only operators of
+    ai.onnx. A `kernel` of "jetdraft" holds llama.cpp's types as they are. A `limit`
+    gives some layers of the target more bits.
     `adapter_scale`, 0 to 1, is how far streams of the shared mode move the weights.
     `calibration` is a text file for all measures; without it the target writes a text.
     A drafter drafts the `draft_vocab` tokens that are most frequent there, or all. A

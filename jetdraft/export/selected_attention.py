@@ -1,4 +1,9 @@
-"""Graphs that may read selected rows of their buffers, by an `If` (2411.02886)."""
+"""Graphs whose passes may read selected rows of their buffers only, by an `If`.
+
+TokenSelect (2411.02886): the query heads of a KV head vote on the rows between the
+first and the recent rows, by the softmax of their mean query over the pass. A selection
+stays while the mean query is like the query that made it.
+"""
 
 import warnings
 from collections.abc import Sequence
@@ -59,7 +64,8 @@ MIN_SIMILARITY = 0.9
 class SelectedAttention:
     """Makes the branches of an `If` in place of one GroupQueryAttention.
 
-    `state` has rows int64 [1, kv_heads, voted] and their query; `shifts` is bool [1].
+    `state` has rows int64 [1, kv_heads, voted] and their query; `shifts` is a
+    bool [1] of the graph, whether keys get new positions; None for never.
     """
 
     def __init__(

@@ -168,7 +168,10 @@ def zeros(spec: TensorSpec, *sizes: int) -> Tensor:
 
 
 def count_on_device(numbers: Tensor) -> Tensor:
-    """Count the columns of `numbers` [1, n] >= 0 as int32 [1], on the device."""
+    """Count the columns of `numbers` [1, n] as int32 [1]; no number is below 0.
+
+    A sum on the device, since a CUDA graph copies no shape from the host; n is not 0.
+    """
     return (numbers >= 0).to(torch.int32).sum(1, dtype=torch.int32)
 
 

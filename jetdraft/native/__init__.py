@@ -22,7 +22,7 @@ LIBRARY = next(filter(Path.exists, _FILES), _FILES[0])
 
 @functools.cache
 def isa() -> str:
-    """The instructions of products here, as "avx2"; raises `ProviderError`."""
+    """The instructions that products use here, like "avx2"; raises `ProviderError`."""
     try:
         library = ctypes.CDLL(str(LIBRARY))
         library.jetdraft_isa.restype = ctypes.c_char_p

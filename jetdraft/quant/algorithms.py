@@ -92,7 +92,8 @@ def hqq(matrix: Floats, bits: int, block_size: int, moments: Floats | None) -> B
 def gptq(matrix: Floats, bits: int, block_size: int, moments: Floats | None) -> Blocks:
     """Round input by input, and correct the inputs that follow; without zeros.
 
-    `moments` [rows, rows] are the sums of x x^T over the inputs x.
+    `moments` [rows, rows] are the sums of x x^T over the inputs x. The GPTQ of
+    onnxruntime 1.31 reads the zero side of the inverse's triangle: it only rounds.
     """
     assert moments is not None
     filled = -(-len(matrix) // block_size) * block_size

@@ -14,7 +14,6 @@ from jetdraft.recipe import RAISED, RUNGS, Recipe, Unit
 
 KL_BOUND = 0.03  # The largest mean KL from the floats, in nats per token.
 MIX_SHARE = 0.9  # A mix has less than this share of one scheme's bytes.
-# The recipes that a drafter can get with each kernel, the smaller first.
 DRAFTER_CHOICES = {
     "jetdraft": ("q4_k-headq6_k", "q8_0"),
     "onnxruntime": ("int4-rtn-b32", "int8-rtn-b32"),

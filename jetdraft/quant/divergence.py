@@ -228,7 +228,10 @@ def _rounding(
 
 
 def round_to_int8(values: torch.Tensor, size: int) -> torch.Tensor:
-    """Round [..., n] to int8 with a scale per block of `size`; return float32."""
+    """Round [..., n] to int8 with a scale per block of `size`; return float32.
+
+    The CPU's MatMulNBits reads its inputs so, except for two bits in blocks of 16.
+    """
     count = values.shape[-1]
     whole = torch.nn.functional.pad(values.float(), (0, -count % size))
     blocks = whole.reshape(*whole.shape[:-1], -1, size)

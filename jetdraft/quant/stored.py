@@ -20,7 +20,9 @@ Read = Callable[[int | None], Tensor]
 class StoredTensor(Tensor):
     """A tensor whose numbers are read when they are needed, by `read`.
 
-    To stack, join, turn or convert it reads nothing; `stored[i]` reads an entry.
+    To stack, join, turn or convert it reads nothing, `stored[i]` reads an entry of the
+    first axis, and any other operation reads all.
+
         stored = StoredTensor((128, 1536, 2048), torch.bfloat16, read)
         matrix = stored.float()[3]
     """

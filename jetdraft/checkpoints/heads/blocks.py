@@ -1,4 +1,8 @@
-"""Drafters that fill a block of masked tokens in one pass; its rows see each other."""
+"""Drafters that fill a block of masked tokens in one pass; its rows see each other.
+
+In a graph, whose attention is causal, they attend twice: their keys are written first,
+then their queries follow in further rows, whose keys are copies that a bias hides.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -117,7 +121,10 @@ def masked_attention(mask: Tensor | None) -> Attention:
 
 
 def block_attention(size: int, context_asks: bool) -> Attention:
-    """Return attention in which the last `size` rows see each other."""
+    """Return attention in which the last `size` rows see each other.
+
+    If `context_asks`, the rows before them have queries too, and see no later rows.
+    """
 
     def attention(module: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         groups = query.shape[1] // key.shape[1]

@@ -20,7 +20,6 @@ from jetdraft.checkpoints.layers import decoder_layers
 from jetdraft.errors import UnsupportedModelError
 
 _PARAMETERS = inspect.signature(LlamaDecoderLayer.forward).parameters
-# The name of the cache in the layers of this transformers.
 CACHE = "cache" if "cache" in _PARAMETERS else "past_key_values"
 
 

@@ -31,6 +31,7 @@ def load_head(
     source: str | HeadFiles, target: Checkpoint, dtype: torch.dtype
 ) -> DraftModule:
     """Load a head from a folder or hub id in `dtype`; raises `CheckpointError`.
+
     head = load_head("AngelSlim/Qwen3-1.7B_eagle3", target, torch.float32)
     """
     files = HeadFiles.read(source) if isinstance(source, str) else source
