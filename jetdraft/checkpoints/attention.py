@@ -1,11 +1,4 @@
-"""Lets any transformers model attend over jetdraft's fixed KV buffers.
-
-The seams are a function of `AttentionInterface`, another of `ExpertsInterface`, and a
-`Cache` that keeps nothing. An export gives a GroupQueryAttention node. In an
-encoder-decoder, the encoder's graph writes the cross keys and values once, in buffers
-of a fixed size whose unused slots a bias hides; positions of `embed_positions` and T5's
-bias by distance count the rows of a pass as the whole text, which they are not.
-"""
+"""Lets any transformers model, encoder-decoders too, attend over fixed KV buffers."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -27,7 +20,6 @@ from transformers.integrations.moe import (
 from jetdraft.checkpoints.recurrence import States
 from jetdraft.errors import UnsupportedModelError
 
-# The name under which attention and experts are registered with transformers.
 IMPLEMENTATION = "jetdraft"
 _IGNORED = {"dropout", "position_ids", "is_causal", "use_cache", "cache_position"}
 
@@ -38,12 +30,11 @@ class StepState:
 
     `past` and `present` hold (key, value) buffers [1, kv_heads, capacity, head_dim] of
     each layer that has `made` keys and values; the others read the buffers of such a
-    layer. A pass without `past` makes it, of its own rows. `last_row` is int32 [1], the
-    index of the pass's last row in them. `windows` has the sliding window of each layer
-    that attends, 0 for none; a `bias` [1, 1, n, capacity] is added to the scores. Rows
-    after the first `rows` see each layer's `prefix` too. Recurrent layers have
-    `states`. `experts` has each layer's choices int64 [n, k], as numbers that no two
-    layers share; the layers so far have `expert_count` experts.
+    layer. A pass without `past` makes it of its own rows. `last_row` is int32 [1], the
+    index of the last row in them. `windows` has a sliding window per layer, 0 for none;
+    `bias` [1, 1, n, capacity] is added to the scores. Rows after the first `rows` see
+    each layer's `prefix` too. `experts` has each layer's choices int64 [n, k], as
+    numbers that no two layers share; layers so far have `expert_count` experts.
     """
 
     cursor: Tensor
@@ -330,10 +321,7 @@ AttentionInterface.register(IMPLEMENTATION, attend)
 def compute_experts(
     module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
-    """Return the weighted sums [n, h] of each row's experts, by their indices [n, k].
-
-    A trace has a product for each row and expert; else the family's own loop computes.
-    """
+    """Return weighted sums [n, h] of each row's experts, by their indices [n, k]."""
     if _active_states:
         state = active_state()
         state.experts.append(top_k_index + state.expert_count)
@@ -347,7 +335,6 @@ def compute_experts(
 ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, compute_experts)
 
 
-# The name under which the attention is registered with transformers.
 SOURCE_ATTENTION = "jetdraft-source"
 Attention = Callable[[Any, Tensor, Tensor, Tensor], Tensor]
 # The keys and values [1, heads, slots, head_dim] of each layer.
@@ -442,10 +429,7 @@ def relative_bias_module(model: Any) -> Any:
 def distance_bias(
     model: Any, rows: Tensor, slots: Tensor, both_ways: bool = False
 ) -> Tensor:
-    """Return the bias [b, heads, n, k] of slots at positions [b, k] for rows [b, n].
-
-    With `both_ways` a slot after a row counts like a slot as far before it.
-    """
+    """Return the bias [b, heads, n, k] of slots at [b, k] for rows at [b, n]."""
     module = relative_bias_module(model)
     distance = slots[:, None, :] - rows[:, :, None]
     buckets = module._relative_position_bucket(

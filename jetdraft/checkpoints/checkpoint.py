@@ -50,9 +50,8 @@ ProbeSettings = StreamSettings | PromptSettings
 class Checkpoint:
     """A loaded language model, and the parts of its folder that a bundle keeps.
 
-    `tokenizer` is the text of a tokenizer.json, `chat_template` a Jinja text. A drafter
-    may draft `draft_ids` int64 [n], None for all, and is `beside` a target of
-    `target_rows` tokens. The other fields are as in a `Bundle`.
+    `tokenizer` is the text of a tokenizer.json. A drafter may draft `draft_ids` int64
+    [n], None for all, and is `beside` a target of `target_rows` tokens.
 
         checkpoint = Checkpoint.load("examples/pycode/target", torch.float32)
     """
@@ -80,9 +79,8 @@ class Checkpoint:
     ) -> "Checkpoint":
         """Load a local folder, a GGUF file or a hub id; raises `CheckpointError`.
 
-        The model computes in `dtype`; its weights keep the type they are stored in. A
-        GGUF file's matrices become `Blocks`, or `GridMatrix` with `keeps_grids`; so
-        experts of MXFP4 become `GridStack`.
+        The model computes in `dtype`; its weights keep their stored type. With
+        `keeps_grids` matrices of a GGUF file and experts of MXFP4 stay as they are.
         """
         if is_gguf(source):
             return cls._load_gguf(source, dtype, keeps_grids)
@@ -167,11 +165,7 @@ class Checkpoint:
         return names
 
     def add_probes(self, scale: float) -> ProbedModel:
-        """Add the probes to the model, in place; return the model with probes.
-
-        LoRA of the shared mode is merged `scale` times into weights in float32; raises
-        `CheckpointError` for other weights than the probes were trained for.
-        """
+        """Return the model with probes, changed in place; raises `CheckpointError`."""
         assert self.streams is not None
         if self.packed is not None and self.streams.mode == SHARED:
             raise CheckpointError(

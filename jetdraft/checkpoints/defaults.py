@@ -13,7 +13,6 @@ from jetdraft.parsing import RecordError, read_json_file, read_record
 from jetdraft.runtime.sampling.chooser import Sampling
 from jetdraft.runtime.sampling.processors import Penalties
 
-# The fates of a field in an export.
 HONOURED, NO_TEXT = "honoured", "changes no text"
 WARNED, REFUSED = "warned of", "refused"
 MAX_VALUE_LETTERS = 60  # The most characters of a value that a warning shows.
@@ -134,22 +133,16 @@ def passed_over_fields(
             yield f"{file}: {name} {printable(value, MAX_VALUE_LETTERS)}: {rule.why}"
 
 
-# The rule of fields that no table names.
 _UNKNOWN_FIELD = Rule("", WARNED, "this version does not know it")
 
 
-# The file with the fields, and the file that has them where it is missing.
 FILE, CONFIG = "generation_config.json", "config.json"
 NEVER_BIAS = -1e30  # The logit bias of a token that must never be chosen.
-# The fields of sampling that are options of the same name.
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p")
 
 
 def read_fields(source: str, name: str, kind: Any = dict) -> Any:
-    """Read a JSON file of a folder or hub id; None without it; `CheckpointError`.
-
-    `kind` is dict for a file with an object, and list for a file with a list.
-    """
+    """Read a JSON `kind` of a folder or hub id; None without it; `CheckpointError`."""
     file = transformers.utils.cached_file(
         source, name, _raise_exceptions_for_missing_entries=False
     )
@@ -171,10 +164,7 @@ class GenerationFields:
 
     @classmethod
     def read(cls, source: str) -> "GenerationFields":
-        """Read the fields of a folder or hub id, from config.json if they have no file.
-
-        Raises `CheckpointError` for an unreadable file, and for a value out of range.
-        """
+        """Read the fields of a folder or hub id; raises `CheckpointError`."""
         fields, file = read_fields(source, FILE), FILE
         if fields is None:
             config, _ = transformers.PreTrainedConfig.get_config_dict(source)
@@ -190,12 +180,10 @@ class GenerationFields:
     ) -> Defaults:
         """Return the options that the fields stand for; raises `CheckpointError`.
 
-        Ids from `vocab_size` on, and bad words in `ends`, are not forbidden. A speech
-        model (`is_speech`) gets no stop texts and forbids no tokens.
+        Ids from `vocab_size` on, and bad words in `ends`, are not forbidden.
         """
         fields, options, penalty = self.fields, dict[str, Any](), {}
         if fields.get("do_sample") is True:
-            # transformers' defaults; it has none for the other filters
             options = {"temperature": 1.0, "top_k": 50}
             options |= {n: fields[n] for n in _SAMPLING if fields.get(n) is not None}
         if (rate := fields.get("repetition_penalty")) not in (None, 1):

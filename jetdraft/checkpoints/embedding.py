@@ -13,7 +13,6 @@ from jetdraft.checkpoints.folder import as_checkpoint_error
 from jetdraft.checkpoints.layers import Taps
 from jetdraft.errors import UnsupportedModelError, printable
 
-# The files of the steps from tokens to an embedding, and of the prompts.
 MODULES, SETTINGS = "modules.json", "config_sentence_transformers.json"
 _POOLINGS = {"mean_tokens": MEAN, "mean": MEAN, "lasttoken": LAST}
 
@@ -24,11 +23,10 @@ def embeds(source: str) -> bool:
 
 
 def read_embedding(source: str, model: Any) -> tuple[Embedding | None, Taps | None]:
-    """Return how a checkpoint embeds, and what it reads of the states; or two None.
+    """Return how a checkpoint embeds, and its taps of the last states; or two None.
 
-    The taps are the last states [1, n, h], or what the dense layers make of them: the
-    layers have no activation, so they may come before the mean. Raises
-    `UnsupportedModelError` for another step, `CheckpointError` for damaged files.
+    Dense layers without activation come before the mean, in the taps. Raises
+    `UnsupportedModelError` for unknown steps, `CheckpointError` for damaged files.
     """
     modules = read_fields(source, MODULES, list)
     if modules is None:

@@ -17,7 +17,6 @@ from jetdraft.errors import CheckpointError, JetdraftError, printable
 from jetdraft.manifest import MANIFEST
 from jetdraft.parsing import JsonError, read_json_file
 
-# Types by their names in safetensors.
 _DTYPES_BY_NAME = {"F16": torch.float16, "BF16": torch.bfloat16}
 
 

@@ -54,17 +54,13 @@ from jetdraft.recipe import Recipe
 
 _MAGIC = b"GGUF"
 
-# The names of tensors in a GGUF file: LM head, embedding, factors of frequencies.
 HEAD_TENSOR, EMBEDDING_TENSOR = "output.weight", "token_embd.weight"
 ROPE_TENSOR = "rope_freqs.weight"
-# The families with experts that are read, and transformers' names of them.
 _MIXTURES = {"qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe"}
 _EXPERTS = re.compile(r"blk\.(\d+)\.ffn_(gate|up|down)_exps\.weight")
-# The cosine above which head and embedding are two copies of one matrix. Two random
-# matrices have 0, copies of 4 and 8 bits 0.997.
+# Above this cosine head and embedding are copies; copies of 4 and 8 bits have 0.997.
 _TIED_COSINE = 0.98
 _COMPARED_ROWS = 64  # Rows of head and embedding that are compared.
-# The exceptions that the reader raises for a file that is cut off.
 _MALFORMED = (ValueError, IndexError, KeyError, TypeError, OverflowError, RuntimeError)
 # llama.cpp's defaults of the missing fields where a file has some of these.
 _DEFAULTS = {"temp": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
@@ -85,7 +81,6 @@ def opened_gguf(source: str) -> "Iterator[GgufFile]":
             f"cannot read {source} ({reason_of(error)}); check the file"
         ) from error
     except _MALFORMED as error:
-        # The reader's own words are about arrays; they stay in the traceback.
         raise CheckpointError(
             f"{source} is cut off, or is not a GGUF file that the package gguf can "
             "read; fetch it again, or upgrade gguf"

@@ -70,7 +70,6 @@ MODEL_FIELDS = (
         "dense_2_feat_in dense_2_feat_out dense_3_feat_in dense_3_feat_out", NO_TEXT,
         "llama.cpp does not read it for decoders, or not for text"),
 )
-# Fields of the file, by their whole names.
 FILE_FIELDS = (
     Rule("general.architecture", HONOURED, "the family"),
     Rule("general.alignment", HONOURED, "where weights begin"),
@@ -127,7 +126,6 @@ FILE_FIELDS = (
 # fmt: on
 
 
-# Fields of a family, and the attributes of configs that hold the same number.
 _CONFIG_NAMES = {
     "attention.layer_norm_rms_epsilon": ("rms_norm_eps", "norm_eps"),
     "attention.layer_norm_epsilon": (
@@ -147,10 +145,7 @@ _DEFAULT_ROPE_BASE = 10000.0  # The base without `rope.freq_base`.
 
 @dataclass(frozen=True)
 class FamilyFields:
-    """The fields of a GGUF file whose names begin with the name of its family.
-
-    Raises `UnsupportedModelError` for a number that the family's models do not have.
-    """
+    """A family's fields of a GGUF file; raises `UnsupportedModelError`."""
 
     source: str
     family: str
@@ -160,10 +155,7 @@ class FamilyFields:
         return self.field(f"{self.family}.{name}")
 
     def set_attention_and_norms(self, config: Any) -> None:
-        """Set sizes, epsilon, softcaps, scale and windows in `config`, in place.
-
-        Another kind of residual, or size of values, is an `UnsupportedModelError`.
-        """
+        """Set fields of `config`, in place; raises `UnsupportedModelError`."""
         size = self.family_field("attention.key_length")
         if size is not None and getattr(config, "head_dim", size) is not None:
             config.head_dim = size

@@ -19,7 +19,6 @@ from transformers.tokenization_utils_base import generate_merges
 
 from jetdraft.errors import CheckpointError, UnsupportedModelError
 
-# Types of tokens that are no pieces of words.
 _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 2, 3, 4, 5
 _SPACE = "▁"  # The space in a vocabulary of SentencePiece.
 # Rules whose words are not merged if they are tokens; BOS comes before a text.
@@ -57,7 +56,6 @@ _INFILLING_TOKENS = {
     "<MID> ▁<MID> <|code_middle|> <|middle|>",
 }
 _FILE_END_MARKS = ("fim_pad", "fim_rep", "fim_sep")  # Another file would follow.
-# The special tokens of transformers, and their names in a file.
 _SPECIAL_NAMES = {
     **{"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown"},
     **{"sep_token": "seperator", "pad_token": "padding"},  # spelled so in GGUF
@@ -73,8 +71,7 @@ Field = Callable[[str], Any]  # The value of a field by its name, or None.
 def make_tokenizer_json(source: str, field: Field) -> str | None:
     """The text of a tokenizer.json; None for a file without a vocabulary.
 
-    Raises `UnsupportedModelError` for an unknown kind or rule, `CheckpointError` for a
-    vocabulary that contradicts itself.
+    Raises `UnsupportedModelError` for an unknown rule, else `CheckpointError`.
     """
     tokens = field("tokenizer.ggml.tokens")
     if tokens is None:

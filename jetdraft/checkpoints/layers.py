@@ -55,9 +55,8 @@ Fuse = Callable[[list[Tensor]], Tensor]
 class Taps(nn.Module):
     """Reads states of a target and fuses them to `size` features for each row.
 
-    Tap j of the ascending `layers` enters layer j, or, in a model of j layers, the
-    final norm; without taps it is the state after that norm. `fuse` maps the list of
-    states [1, n, h] to features [1, n, size]. A `cut` halves the target below a layer.
+    Tap j enters layer j, or, in a model of j layers, the final norm; without taps it is
+    the state after that norm. `fuse` maps states [1, n, h] to features [1, n, size].
 
         with Taps((2, 14), 1024, head.fuse, {"fc": head.fc}).watching(model) as rows:
             model(input_ids=ids)    # rows[0] is [1, n, 1024]
@@ -150,12 +149,9 @@ def merge_lora(model: Any, name: str, scale: float = 1.0) -> dict[str, Tensor]:
     return changed
 
 
-# The tensors of a draft vocabulary, as EAGLE-3 stores it: int64 [n] with the id less
-# the row, and bool that marks ids.
+# The draft vocabulary of EAGLE-3: int64 [n], each id less its row; bool marks of ids.
 D2T, T2D = "d2t", "t2d"
-# The most rows by which paddings of one vocabulary differ; DeepSeek has 2,385 rows
-# without a token. Where a tokenizer is missing, matrices that differ by more belong to
-# two vocabularies.
+# The most rows by which paddings of a vocabulary differ; DeepSeek has 2,385 of them.
 MAX_PADDING = 4096
 
 

@@ -51,12 +51,10 @@ from jetdraft.errors import CheckpointError, UnsupportedModelError, printable
 from jetdraft.ort import no_progress_bars, silenced
 from jetdraft.parsing import RecordError, read_record
 
-# The tasks of decoders alone, of encoder-decoders, and of those that hear, as optimum
-# names them.
+# Tasks of decoders and encoder-decoders, as optimum names them.
 _DECODER_TASK, _SOURCE_TASK = "text-generation", "text2text-generation"
 _SPEECH_TASK = "automatic-speech-recognition"
-# Types of which only the language model is built and read: it computes what the whole
-# model computes of a text alone.
+# Types of which only the language model is built and read.
 _TOWERED = (
     *("aria", "cohere_compass", "deepseek_vl", "deepseek_vl_hybrid", "emu3"),
     *("exaone4_5", "fuyu", "gemma3n", "gemma4", "gemma4_unified", "glm46v", "glm4v"),
@@ -68,8 +66,7 @@ _TOWERED = (
     *("qwen3_5", "qwen3_5_moe", "qwen3_omni_moe_thinker", "qwen3_vl", "qwen3_vl_moe"),
     *("smolvlm", "video_llama_3", "video_llava", "vipllava"),
 )
-# Types whose texts are computed as by another type: MiMo is Qwen2 with an MTP module,
-# and where no image is read, positions in three directions are equal.
+# Types whose texts are computed as by another type: MiMo is Qwen2 with an MTP module.
 _SAME_AS = {
     **dict.fromkeys(("mimo", "qwen2_vl_text", "qwen2_5_vl_text"), "qwen2"),
     **{"qwen2_5_omni_text": "qwen2", "qwen3_vl_text": "qwen3"},
@@ -350,15 +347,13 @@ def _check_loaded(
             f"{list(stored)}, expected {list(expected)}); fetch it again"
         )
     if info["missing_keys"]:
-        # transformers fills them with random numbers, with a warning.
         raise CheckpointError(
             f"{source} lacks the weights {sorted(info['missing_keys'])[0]!r} and "
             f"{len(info['missing_keys']) - 1} more; fetch it again"
         )
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     check_unread(source, names, info["unexpected_keys"])
-    # What encoder-decoders, hybrids and some others do beside the interface,
-    # `check_source_seams` and `check_seams` see.
+    # `check_source_seams` and `check_seams` see what others do beside the interface.
     family = model.config.get_text_config(decoder=True).model_type
     is_seen = family in RECURRENT_FAMILIES and connect(model, active_states)
     is_seen |= model.config.is_encoder_decoder or family in ("stablelm", "biogpt")
@@ -375,7 +370,6 @@ def _check_loaded(
         )
 
 
-# The file that describes the spectrum of a speech model.
 PREPROCESSOR = "preprocessor_config.json"
 _SPECTRUM_FIELDS = {"sampling_rate": SAMPLE_RATE, "hop_length": HOP, "n_fft": WINDOW}
 
@@ -386,10 +380,7 @@ def is_speech_model(config: Any) -> bool:
 
 
 def read_speech(source: str, model: Any) -> Speech | None:
-    """Return the special tokens of a speech model; None for other models.
-
-    Raises `CheckpointError` without them, `UnsupportedModelError` for other spectra.
-    """
+    """Return a speech model's special tokens, else None; `UnsupportedModelError`."""
     if not is_speech_model(model.config):
         return None
     spectrum = read_fields(source, PREPROCESSOR) or {}

@@ -1,11 +1,9 @@
 """Reads checkpoints that are quantized already; their integers stay as they are.
 
-A method says how a linear layer's tensors hold its matrix [out, in]; an int32 has w
-integers:
+A linear layer has a matrix [out, in]; an int32 has w integers:
 
-gptq                qweight int32 [in / w, out], packed along the inputs; qzeros are
-                    the zeros minus 1, except in "gptq_v2"; g_idx [in] is the
-                    group of each input, in any order (desc_act)
+gptq                qweight int32 [in / w, out]; qzeros are the zeros minus 1, except in
+                    "gptq_v2"; g_idx [in] is the group of each input, in any order
 awq                 qweight int32 [in, out / w], in the order of its GPU kernels
 mxfp4               *_blocks uint8 [experts, out, blocks, 16] have two floats of E2M1 in
                     a byte, *_scales [experts, out, blocks] their exponents
@@ -54,10 +52,7 @@ class PackedWeights:
     def read(
         cls, folder: Path, settings: Mapping[str, Any], keeps_grids: bool = False
     ) -> "PackedWeights":
-        """Read all files; raises `CheckpointError` for weights that cannot be kept.
-
-        `keeps_grids` makes `GridStack` of experts in MXFP4, which else are floats.
-        """
+        """Read all files; raises `CheckpointError` for weights that cannot be kept."""
         method = str(settings.get("quant_method"))
         if method == MXFP4:
             return cls._read_mxfp4(folder, keeps_grids)
@@ -162,7 +157,6 @@ class _UnsupportedFormError(Exception):
     """Says which property of a matrix MatMulNBits cannot hold."""
 
 
-# The exceptions that the layer readers raise for malformed tensors and settings.
 _MALFORMED_ERRORS = LookupError, ValueError, TypeError, AttributeError, RuntimeError
 
 

@@ -16,8 +16,7 @@ from jetdraft.quant.stored import StoredTensor
 _MAX_FOLDED_BYTES = 1 << 16  # Of a folded constant; the weights of norms are smaller.
 _MAX_CONVERTED = 1 << 20  # Larger norms and convolutions are not converted.
 LARGE_TABLE = 1 << 28  # Of larger embeddings only the rows of a pass are converted.
-# The `model_type`s with layers that take weights, or their type, of other modules
-# without running them: of norms, convolutions and AltUp's scale.
+# The `model_type`s with layers that take weights of others without running them.
 _CONVERTED_FAMILIES = (*RECURRENT_FAMILIES, "gemma3n_text")
 
 
@@ -101,10 +100,7 @@ class _WeightConversion:
 def make_inputs_constant(
     model: ir.Model, weights: Mapping[str, Tensor], names: Mapping[int, str]
 ) -> None:
-    """Turn inputs named in `weights` into constants, read on writing, in place.
-
-    `names` maps ids of weights to names in the checkpoint.
-    """
+    """Turn inputs in `weights` into constants in place; `names` maps ids to names."""
     graph = model.graph
     for value in list(graph.inputs):
         weight = weights.get(value.name or "")

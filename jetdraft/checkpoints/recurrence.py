@@ -1,10 +1,6 @@
 """Lets layers with a recurrent state keep it in jetdraft's buffers.
 
-All families of transformers compute with three functions of one arithmetic, whose names
-`SEAMS` has: a causal convolution, the gated delta rule, and Mamba2's scan. Inside a
-pass, their places are taken by two operators of `jetdraft.native`, a convolution over
-a window of earlier rows, and linear attention: Mamba2's recurrence is linear attention
-too, with a decay per head, query C, key B and value x dt.
+Mamba2's scan is linear attention, with a decay per head, query C, key B, value x dt.
 """
 
 import sys

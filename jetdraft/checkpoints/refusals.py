@@ -16,7 +16,6 @@ from jetdraft.contracts.constants import EXPERTS
 from jetdraft.errors import CheckpointError, UnsupportedModelError, printable
 from jetdraft.parsing import JsonError, read_json_file
 
-# The fields in which configs of transformers count layers.
 LAYER_COUNT_FIELDS = {
     *("num_hidden_layers", "num_layers", "n_layers", "n_layer", "layers", "depth"),
     *("encoder_layers", "decoder_layers", "num_encoder_layers", "num_decoder_layers"),
@@ -26,8 +25,7 @@ LAYER_COUNT_FIELDS = {
 MAX_LAYERS = 10_000  # The deepest published models have some hundreds.
 # The bounds of a model whose files do not tell how many tensors they hold.
 MAX_TENSORS, MAX_WEIGHTS = 100_000, 10**13
-# How many times more tensors a model may have than its files. It registers a tied
-# matrix up to four times, and the parts of a fused matrix each.
+# How many times more tensors a model may have than its files, which may tie or fuse.
 SPARE = 4
 # The most weights in a byte of the files: packed integers have two bits or more.
 WEIGHTS_PER_BYTE = 8
@@ -108,7 +106,7 @@ def build_skeleton(source: str, model_class: Any, config: Any, bounds: Bounds) -
 
 @dataclass(frozen=True)
 class UnsupportedKind:
-    """A kind of models: its name in `words`, and what shows it in a config.
+    """A kind of models, and what shows it in a config.
 
     It has `least` or more parts in one of `fields`, unless the field `unless` is false,
     or a layer of one of `types`, unless it is of a family in `but`.
@@ -137,13 +135,11 @@ class UnsupportedKind:
                 yield from (f"{name} {t}" for t in self.types if t in types)
 
 
-# The `model_type`s with recurrent states that are exported, see `recurrence.SEAMS`.
 RECURRENT_FAMILIES = (
     *("lfm2", "qwen3_5_text", "qwen3_next", "olmo_hybrid"),
     *("bamba", "falcon_h1", "granitemoehybrid", "nemotron_h"),
     *("lfm2_moe", "qwen3_5_moe_text", "lfm3", "zamba2"),
 )
-# The `model_type`s with experts that are exported, see `layers.compute_experts`.
 EXPERT_FAMILIES = (
     *("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "phimoe", "gpt_oss", "granitemoe"),
     *("granitemoehybrid", "lfm2_moe", "qwen3_next", "qwen3_5_moe_text", "nemotron_h"),
@@ -212,8 +208,7 @@ def check_kinds(source: str, field: Callable[[str], Any]) -> None:
 
 # A stack of layers, a layer's number, and a weight in it.
 _LAYER_PATTERN = re.compile(r"((?:.*?\.)?(?:layers?|blocks?|h))\.(\d+)\.(.*)")
-# DeepSeek, GLM and their kin number an MTP module as a layer behind the last, and this
-# weight of it tells; only --head reads the module.
+# Marks an MTP module, numbered as the layer behind the last; only --head reads it.
 _MTP_WEIGHT = "eh_proj."
 
 

@@ -1,23 +1,16 @@
 """Streams and prompt tokens: probes around an unchanged decoder.
 
-Speculative streams (Bhendawade et al., 2402.11131): in the top layers a row, the
-carrier, may carry streams. Stream j starts from the hidden state of its carrier plus an
-embedding of its own, sees what the carrier sees, the carrier and the streams below j,
-and predicts the token j places after the carrier's:
+In speculative streams (Bhendawade et al., 2402.11131) stream j of a row starts from the
+row's hidden state plus an embedding, sees what the row sees, the row and streams below
+j, and predicts the token j places after the row's:
 
     S_j = M + P_j                              entering the first of the top layers
     S_j <- attend(S_j; M_{<=t}, S_{<=j})       in each top layer (section 2.2)
 
-`shared`: one LoRA for all rows of all layers, so the target is the tuned model.
-`lossless`: LoRA for stream rows only. Here, stream j of a row at p has position p + j,
-of which the paper says nothing.
-
-Prompt tokens (Parallel Prompt Decoding, 2405.18628) enter at the bottom: prompt token j
-behind a row at position p is at p + j, sees what its carrier sees, the carrier and the
-prompt tokens below j, and predicts the token at p + j + 1. It may be an ensemble of
-members, whose logits are averaged; member k sees the members k below. Forecasts, as
-Qualcomm ships them, also see a learned prefix: keys and values in every layer, which no
-other row sees.
+`shared` has one LoRA for all rows, `lossless` LoRA for stream rows, at positions p + j.
+Prompt tokens (2405.18628) enter at the bottom: prompt token j behind a row at p has
+position p + j, and predicts the token at p + j + 1; logits of members are averaged.
+Forecasts, as Qualcomm ships them, also see a learned prefix of keys and values.
 """
 
 import hashlib
@@ -43,8 +36,7 @@ class Pass:
     """One pass: its rows, the s probes after them, and tensors for its hooks.
 
     `carriers` int64 [s] or [b, s] has the row, `ids` int64 [s] the embedding, of each
-    probe or member; `is_probe` int64 [n + s] is 1 for probes. `rotations` are of rows,
-    and of rows and probes; `below` has the states that enter the layers with probes.
+    probe or member; `is_probe` int64 [n + s] is 1 for probes.
     """
 
     rows: int
@@ -176,7 +168,6 @@ UNFINISHED = ".unfinished"
 WEIGHTS = "streams.safetensors"  # The file with the trained weights of the probes.
 SHARED, LOSSLESS = "shared", "lossless"
 MODES = (SHARED, LOSSLESS)
-# The attribute in which attention modules keep the `Layout` of the current pass.
 LAYOUT_ATTRIBUTE = "layout_of_streams"
 _ADAPTER = "streams"  # The LoRA, and the module with the streams' own weights.
 
@@ -218,10 +209,7 @@ class Streams(nn.Module):
 
 
 class StreamedModel(ProbedModel):
-    """A causal LM of transformers whose rows can carry streams.
-
-    `lora_id` identifies the LoRA that was merged into the model; "" for none.
-    """
+    """A causal LM of transformers whose rows can carry streams."""
 
     trained = _ADAPTER
 
@@ -257,9 +245,8 @@ class StreamedModel(ProbedModel):
         """Return logits [b, m + r, vocab] of m rows and r probes, early logits, states.
 
         Ids and positions are int64 [b, n], `keep` [m] the rows. The rows `probe_rows`
-        [r] or [b, r] carry the streams `probe_ids` [r], from 0 on. Early logits
-        [b, e, vocab] are the pruning adapter's at the rows `early` [e], else None. The
-        states [b, n, h] enter the top layers.
+        [r] or [b, r] carry the streams `probe_ids` [r], from 0 on. Early logits are
+        [b, e, vocab] of the rows `early` [e], else None; states are [b, n, h].
         """
         probes = probe_rows, probe_ids, probe_ids + 1
         logits, current = self.run_pass(
@@ -353,9 +340,8 @@ MAX_RANKS = 8  # The most guesses of a prompt token whose acceptance rates are s
 class PromptSettings:
     """`gamma` prompt tokens behind a row, each with `members` embeddings.
 
-    They see a learned `prefix` of that many rows in the mode "forecast". `base` is the
-    hash of the target's weights. `ranks` are measured: how often the best, second, ...
-    guess of each prompt token is the target's choice. streams.json has these fields.
+    They see a learned `prefix` of rows. `base` is the hash of the target's weights.
+    `ranks` are how often the best, second, ... guess of a token is the target's choice.
     """
 
     gamma: int = 3
@@ -379,10 +365,9 @@ class PromptSettings:
 
 
 class Prompts(nn.Module):
-    """What is trained: the embeddings of the prompt tokens, and the prefix.
+    """Embeddings float [gamma * members, h], token 1's members first, and a prefix.
 
-    `embeddings` are float [gamma * members, h], token 1's members first. `keys`
-    (rotated) and `values` float [layers, kv_heads, prefix, head_dim] are the prefix.
+    `keys` (rotated) and `values` are float [layers, kv_heads, prefix, head_dim].
     """
 
     def __init__(
@@ -441,8 +426,7 @@ class PromptedModel(ProbedModel):
     ) -> Tensor:
         """Return logits [b, m + r, vocab] of m rows `keep` and then of r probes.
 
-        Ids and positions are int64 [b, n], `probe_rows` [r] the carriers, and
-        `probe_ids` [r] their prompt tokens, from 0 on.
+        Ids and positions are int64 [b, n], `probe_rows` and `probe_ids` [r].
         """
         members = self.settings.members
         places = torch.arange(members, device=probe_ids.device)

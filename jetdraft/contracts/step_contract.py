@@ -1,6 +1,4 @@
-"""The contract of a step graph, whole and in two halves; docs/architecture.md has its
-tables in full.
-"""
+"""The contract of a step graph and of its halves; docs/architecture.md has tables."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -22,11 +20,7 @@ from jetdraft.parsing import MAX_SIZE, Count, Size, in_range, one_of
 
 
 class Reading(IntEnum):
-    """Which committed rows a pass reads: all rows, or selected rows only.
-
-    Keys of `SELECTED` rows keep their positions, for drafts. Keys of `TURNED` rows are
-    rotated to consecutive positions, for texts beyond the trained length.
-    """
+    """Which committed rows a pass reads; keys of `TURNED` rows get new positions."""
 
     ALL = 0
     SELECTED = 1
@@ -37,9 +31,8 @@ class Reading(IntEnum):
 class Selection:
     """Which committed rows a selecting pass reads (TokenSelect, 2411.02886).
 
-    Each KV head reads `rows` rows: the `first` rows of the buffer, the most `recent`
-    rows, and between them the `voted` rows, which its query heads choose. A layer has
-    `query_heads` query heads.
+    Each KV head reads `rows` rows: the `first`, the most `recent`, and between them the
+    `voted`, which its query heads choose. A layer has `query_heads` query heads.
     """
 
     rows: Annotated[int, in_range(MIN_SELECTED, MAX_SIZE)]
@@ -61,16 +54,14 @@ class Selection:
         return self.rows - self.first - self.recent
 
 
-# The input with the number of committed rows in the target's buffers.
+# The number of committed rows in the target's buffers.
 TARGET_LENGTH = TensorSpec("target_length", "int32", (1,))
 SELECTING = TensorSpec("selecting", "int32", (1,))  # The rows to read: a `Reading`.
-# The input with the number of slots that a source fills; the others are hidden.
+# The number of slots that a source fills; the others are hidden.
 SOURCE_LENGTH = TensorSpec("source_length", "int32", (1,))
 SOURCE = "source"  # The name of the dynamic axis of a source's tokens.
 
-
-# The input with the number of kept rows of the last pass that are committed, and of the
-# rows of this pass; the others are padding.
+# How many kept rows of the last pass are committed; how many of this are no padding.
 STATE_ROWS = TensorSpec("state_rows", "int64", (2,))
 # The inputs with the row and the stream of each probe, and with the prefix rows.
 _PROBE_INPUTS = [TensorSpec(f"probe_{n}", "int64", (PROBES,)) for n in ("rows", "ids")]
@@ -82,34 +73,29 @@ class StepContract:
     """The sizes that fix every shape of a step graph.
 
     `kv_shapes` holds (kv_heads, head_dim) per layer; the KV buffers have `capacity` and
-    `spare_slots` slots, of `dtype` "float32" or "float16", or of int8 with `kv_bits` 8.
-    No pass reads a spare slot, but a pass near the end may fill some. A drafter reads
-    all ids of its target, and may choose among fewer: the ids below its `vocab_size`,
-    or `draft_vocab` of them; 0 means all.
+    `spare_slots` slots, which no pass reads, of "float32", "float16", or int8 with
+    `kv_bits` 8. A drafter may choose among the ids below its `vocab_size`, or among
+    `draft_vocab` of them; 0 means all.
 
-    A `tree` graph verifies branching drafts too. A row can carry `streams` probes, for
-    as many tokens; each takes `members` slots, and all see a `prefix` of slots.
-    `hidden_size`, `feature_size`, `feature_input` and `carried_size` are the widths of
-    the optional `hidden`, `features` (an output or an input) and `carried`.
+    A `tree` graph verifies branching drafts too. A row can carry `streams` probes; each
+    takes `members` slots, and all see a `prefix` of slots. `hidden_size`,
+    `feature_size`, `feature_input` and `carried_size` are the widths of the optional
+    `hidden`, `features` (an output or an input) and `carried`.
 
     `guesses` is the number of tokens that a head guesses at once. `reads` has (layer,
     kv_heads, head_dim) of each buffer of the target that the graph reads, and `recent`
     is the number of tokens before a row's that it reads. `ahead` is k for a head that
     answers in row t for token t + k + 1, and reads the features of the last k rows.
 
-    A decoder of an encoder reads a source of at most `source_slots` tokens, or, with
-    `source_bins`, a sound as its log-mel spectrum of that many bins. With
-    `relative_positions` its attention adds a bias by the distance between rows.
-    With a `selection` a pass may read selected rows only. Sizes that contradict each
-    other raise `ContractError`.
+    A source has at most `source_slots` tokens, or, with `source_bins`, a log-mel
+    spectrum of that many bins. With `relative_positions` attention adds a bias by the
+    distance between rows. Contradictory sizes raise `ContractError`.
 
-    A layer with a recurrent state has no rows in a KV buffer, but `states`, which a
-    pass changes in place. A convolution has its last rows (k - 1, channels), linear
-    attention a matrix for each head, (heads, key, value). A pass of at most `WIDEST`
-    rows leaves these as they were before its rows, and keeps the rows: in places behind
-    the last rows, or in a tensor (WIDEST, numbers) after the matrices. The next pass
-    takes up the kept rows that were committed. A wider pass is committed whole. A row
-    chooses `experts` of all layers.
+    A layer with a recurrent state has `states`, which a pass changes in place: a
+    convolution its last rows (k - 1, channels), linear attention matrices (heads, key,
+    value). A pass of at most `WIDEST` rows leaves these as they were, keeps its rows
+    behind them or in a tensor (WIDEST, numbers); the next pass takes up those that were
+    committed. A wider pass is committed whole. A row chooses `experts` of all layers.
 
         contract = StepContract(
             vocab_size=4096, capacity=2048, max_width=128, dtype="float32",
@@ -276,10 +262,7 @@ class StepContract:
 
     @property
     def mask_inputs(self) -> tuple[TensorSpec, ...]:
-        """The inputs of the draft mask, where 1 hides a slot from a row or a probe.
-
-        Line i > 0 of the mask is slot `draft_start` + i - 1; line 0 is all before that.
-        """
+        """Inputs: 1 in line i hides slot `draft_start` + i - 1; line 0 all before."""
         rows = ALL if self.streams else ROWS
         return (
             TensorSpec("draft_mask", "uint8", (1 + self.draft_slots, rows)),
@@ -365,7 +348,6 @@ def _optional_tensor(
     return (TensorSpec(name, dtype, (1, axis, size)),) if size else ()
 
 
-# The weights of the pruning adapter, which only the lower half of a graph has.
 EARLY_EXIT = ("streams.narrow.weight", "streams.widen.weight")
 # The input with the parent of each row, for an early exit; the root has itself.
 PARENTS = TensorSpec("parents", "int64", (ROWS,))
@@ -375,11 +357,7 @@ SCORES = TensorSpec("scores", "float32", (1, ROWS))
 
 @dataclass(frozen=True)
 class SplitContract:
-    """The contracts of the two halves that a whole graph is split into.
-
-    The lower half outputs the hidden states that the upper half reads, and with
-    `scores` the log probability of each row's token. Both number layers from 0.
-    """
+    """The contracts of the two halves of a graph; both number layers from 0."""
 
     whole: StepContract
     hidden_size: int

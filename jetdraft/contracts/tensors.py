@@ -12,8 +12,7 @@ Float32s = npt.NDArray[np.float32]
 Float64s = npt.NDArray[np.float64]
 Int64s = npt.NDArray[np.int64]
 UInt64s = npt.NDArray[np.uint64]
-# The names of the dynamic axes: the rows of a pass, the rows it answers for, its
-# probes, the rows of their prefix, and the slots of all these together.
+# The dynamic axes: rows of a pass, rows it answers for, probes, prefix rows, and all.
 ROWS, ANSWERS, PROBES, PREFIX, ALL = "n", "m", "r", "p", "n+b"
 # The name of the axis of slots in buffers of another graph, which may have more.
 SLOTS = "s"

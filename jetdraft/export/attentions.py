@@ -17,7 +17,6 @@ from jetdraft.quant.edits import Maker, initializer, new_value
 
 OPSET = 24  # The first that has TensorScatter and Attention over a part of a buffer.
 _BIAS_INPUTS = {"GroupQueryAttention": 10, "Attention": 3}
-# GroupQueryAttention's inputs for the scales of keys and of values.
 SCALE_INPUTS = 12, 13
 SINKS_INPUT = 11  # GroupQueryAttention's input for the sinks of heads.
 PAST_KEY = 3  # GroupQueryAttention's input for the past keys.
@@ -62,8 +61,7 @@ def add_mask(
 ) -> ir.Value:
     """Add a mask to the inputs, and return the bias [1, 1, n, slots] made of it.
 
-    The inputs are `name` and `draft_start`. CUDA clips no int32, so slots are bounded
-    by Max and Min. The CPU gathers lines seven times as fast as columns.
+    Max and Min bound slots, since CUDA clips no int32; the CPU gathers lines fastest.
     """
     mask, start = (new_value(spec) for spec in contract.mask_inputs)
     mask.name = name
@@ -124,10 +122,7 @@ def use_own_attention(graph: ir.Graph) -> None:
 def measure_scales(
     model: Any, contract: StepContract, windows: Windows, bits: int
 ) -> list[Floats]:
-    """Measure scales float32 [kv_heads * head_dim] of buffers, in the contract's order.
-
-    A channel's largest magnitude over the text becomes the largest integer of `bits`.
-    """
+    """Measure scales float32 [kv_heads * head_dim] of the buffers, in their order."""
     step, dtype = Step(model, contract), dtype_of(contract)
     specs = contract.buffers("past")
     largest: list[torch.Tensor] = []

@@ -44,11 +44,7 @@ def check_embedding(target: Checkpoint, drafter: str | None, head: str | None) -
 def check_experts(
     name: str, columns: Mapping[str, int], are_kept: bool, options: ExportOptions
 ) -> None:
-    """Raise `OptionError` if no operator multiplies the experts as a recipe says.
-
-    `columns` has the columns of each expert by the name of its stack. A file that has
-    types of llama.cpp is kept as it is where the kernel can.
-    """
+    """Raise `OptionError` if no operator multiplies the experts as a recipe says."""
     is_open = options.recipe is None and (
         name == TARGET or options.drafter_recipe is None
     )

@@ -1,9 +1,7 @@
 """Graphs made of the traced graph: branching drafts, compaction, halves, flavours.
 
-The `standard` flavour has operators of ai.onnx alone. TensorRT imports neither contrib
-operators nor norms: attention becomes TensorScatter and Attention-24, and norms their
-primitives. ScatterND, which copies the buffer, is for an importer that does not know
-TensorScatter.
+TensorRT imports neither contrib operators nor norms; an importer that does not know
+TensorScatter gets ScatterND, which copies the buffer.
 """
 
 from dataclasses import replace
@@ -35,10 +33,9 @@ from jetdraft.quant.edits import Maker, initializer, new_value, replace_values
 def make_tree_graph(
     chain: ir.Model, contract: StepContract, source: str
 ) -> ir.Model | None:
-    """Add a draft mask to the chain graph, in place, and return the graph.
+    """Add a draft mask to a chain, in place; None without layers or if it has windows.
 
-    None for a model without layers, or with sliding windows. If the chain graph itself
-    needs a mask, windows raise `UnsupportedModelError`.
+    Raises `UnsupportedModelError` where a graph that needs a mask has windows.
     """
     graph = chain.graph
     if not contract.kv_shapes or windowed(graph):
@@ -76,9 +73,8 @@ def _row_bias(graph: ir.Graph, contract: StepContract) -> ir.Value:
 def make_compaction_graph(contract: StepContract, scatter_nd: bool = False) -> ir.Model:
     """Make the graph that moves accepted rows together, for `Cache.compact`.
 
-    In every buffer it gathers the rows `source` (int64 [m]) before it writes them to
-    the row `target` (int64 [1]) and behind, so the buffers may be updated in place.
-    WebGPU has no TensorScatter: `scatter_nd` writes by `target` int64 [m], m slots.
+    Rows `source` (int64 [m]) of every buffer move to the row `target` (int64 [1]) and
+    behind. WebGPU has no TensorScatter: `scatter_nd` writes by `target` int64 [m].
     """
     source = new_value(TensorSpec("source", "int64", ("m",)))
     target = new_value(TensorSpec("target", "int64", ("m" if scatter_nd else 1,)))

@@ -11,10 +11,8 @@ from jetdraft.runtime.model import Model
 from jetdraft.runtime.planning.registry import methods
 
 DRAFT_TOKENS, NEW_TOKENS = 4, 32  # In a draft, and in the text after a prompt.
-# The most prompts, and the most tokens of a prompt that are kept.
 MAX_PROMPTS, MAX_PROMPT_TOKENS = 12, 64
-# A fall that is more than another machine's rounding: the share of about a hundred
-# drafts has a standard deviation of 0.05 or less.
+# A larger fall is no rounding: a hundred drafts have a standard deviation of 0.05.
 TOLERANCE = 0.1
 
 

@@ -27,10 +27,7 @@ ASKED_TOKENS = 512  # About how many the expected counts are summed over.
 def frequent_tokens(
     model: Any, windows: Windows, count: int, vocab_size: int | None = None
 ) -> Tensor:
-    """Return the `count` most frequent ids below `vocab_size`, int64, ascending.
-
-    Of equally frequent tokens those come first that the model expects most.
-    """
+    """Return the `count` most frequent ids below `vocab_size`, int64, ascending."""
     expected = _expected_counts(model, windows)
     # Below 1, so that it decides only among equal counts.
     share = expected / (1 + expected.sum())
@@ -54,10 +51,10 @@ def _expected_counts(model: Any, windows: Windows) -> Tensor:
 
 @dataclass(frozen=True)
 class CutHead:
-    """A drafter's checkpoint whose LM head has the rows of the tokens `ids` [n] only.
+    """A checkpoint whose LM head is cut to the rows of the tokens `ids` [n].
 
-    An embedding that was tied to the LM head keeps all rows; `embedding` is its name,
-    else None. `whole` is the uncut LM head's name, `blocks` its checkpoint's matrices.
+    A tied `embedding` (its name, else None) keeps all rows; `whole` names the uncut LM
+    head, `blocks` are its checkpoint's matrices.
     """
 
     checkpoint: Checkpoint

@@ -77,11 +77,7 @@ def write_head_graphs(
     head: DraftModule,
     overlaps: Mapping[str, float],
 ) -> GraphEntry:
-    """Write a head's graphs beside its target's, and return their manifest entry.
-
-    Matrices that both share stay in the weights file of `target`, whose `entry` has its
-    written graph. `source` names the head's files; `overlaps` go into the entry.
-    """
+    """Write a head's graphs beside its target's, and return their manifest entry."""
     lender = target.folder / entry.file
     job, own, step = make_head_job(target, entry.contract, source, head)
     own = replace(own, quantization={**own.quantization, **overlaps})
@@ -139,19 +135,15 @@ def make_head_job(
 def drafter_arrays(bundle: Bundle, checkpoint: Checkpoint, text: Tensor) -> Arrays:
     """Return the arrays of the drafter's graph that differ from the bundle's, by name.
 
-    `checkpoint` is the drafter after more training; recipes that need moments read
-    `text` int64 [n]. Raises `PairError` for a graph of another form than the bundle's,
-    and `CheckpointError` for integers that cannot be trained.
+    Recipes that need moments read `text` int64 [n]. Raises `PairError` for a graph of
+    another form, `CheckpointError` for integers that cannot be trained.
     """
     check_trainable(bundle, checkpoint)
     return changed_arrays(bundle, lambda to: _export(to, bundle, checkpoint, text))
 
 
 def head_arrays(bundle: Bundle, target: Checkpoint, head: DraftModule) -> Arrays:
-    """Return the arrays of the head's graph that differ from the bundle's, by name.
-
-    `head` was loaded for `target`. Raises `PairError` for a graph of another form.
-    """
+    """Return a head's arrays that differ from the bundle's; raises `PairError`."""
     entry = bundle.graphs[DRAFTER]
 
     def write(folder: Path) -> None:
@@ -208,10 +200,7 @@ def check_swappable(bundle: Bundle) -> GraphEntry:
 
 
 def check_trainable(bundle: Bundle, checkpoint: Checkpoint) -> None:
-    """Raise `PairError` unless a checkpoint can be the bundle's drafter.
-
-    `CheckpointError` is for integers, `OptionError` for weights that cannot be swapped.
-    """
+    """Raise a `JetdraftError` unless a checkpoint can be the bundle's drafter."""
     entry = check_swappable(bundle)
     if checkpoint.packed is not None:
         raise CheckpointError(

@@ -19,17 +19,16 @@ class ExportOptions:
     """How a bundle is made.
 
     A `recipe` of None is the cheapest that keeps the target's text, a `drafter_recipe`
-    of None the fastest for the pair; both are measured, unless the export must be
-    `fast`. `capacity` is the rows of the KV buffers (prompt and output together),
-    `max_width` the most rows of one pass. `provider` and `drafter_provider` give the
-    defaults of `dtype`, "fp32" or "fp16" for activations and buffers, and of `flavour`:
-    "contrib" has onnxruntime's own operators, "standard" only operators of ai.onnx. A
-    `kernel` of "jetdraft" holds llama.cpp's types as they are, beside "onnxruntime". A
-    `limit` gives some layers of the target more bits.
-    `adapter_scale`, 0 to 1, is how far streams of the shared mode move the weights from
-    the base. `calibration` is a text file for all measures; without it the target
-    writes a text. A drafter chooses among the `draft_vocab` tokens that are most
-    frequent there, or among all. A graph can read `select_kv` of the committed rows.
+    of None the fastest for the pair; both are measured, unless the export is `fast`.
+    `capacity` is the rows of the KV buffers (prompt and output together), `max_width`
+    the most rows of a pass. Providers give defaults of `dtype` ("fp32" or "fp16") and
+    `flavour`: "contrib" has onnxruntime's own operators, "standard" only operators of
+    ai.onnx. A `kernel` of "jetdraft" holds llama.cpp's types as they are. A `limit`
+    gives some layers of the target more bits.
+    `adapter_scale`, 0 to 1, is how far streams of the shared mode move the weights.
+    `calibration` is a text file for all measures; without it the target writes a text.
+    A drafter drafts the `draft_vocab` tokens that are most frequent there, or all. A
+    graph can read `select_kv` of the committed rows.
 
         ExportOptions(recipe=Recipe("int8", block_size=32), capacity=1024)
     """

@@ -86,10 +86,9 @@ def export(
     progress: Progress | None = None,
     head: str | None = None,
 ) -> Bundle:
-    """Export a target, and a drafter beside it, to the bundle folder `output`.
+    """Export a target and perhaps a drafter or head to `output`; see `jetdraft.export`.
 
-    See `jetdraft.export`. Without a drafter and a head, an MTP module in the target's
-    files is the head, unless `head` is `NO_HEAD`.
+    An MTP module of the target is the default head, unless `head` is `NO_HEAD`.
     """
     options = options or ExportOptions()
     report = progress or (lambda stage, done, total: None)
@@ -179,10 +178,7 @@ def _make_bundle(
 
 
 def _cut_drafter(measures: Measures, reader: DraftModule | None) -> CutHead | None:
-    """Cut the drafter's LM head to its draft vocabulary, and set `measures.ids` to it.
-
-    Return a checkpoint's cut; None for a head, which is changed in place.
-    """
+    """Cut a drafter to `measures.ids`, which it sets; None for a head."""
     options, checkpoints = measures.options, measures.checkpoints
     drafter = checkpoints.get(DRAFTER)
     if drafter is not None and drafter.draft_ids is not None:

@@ -1,16 +1,4 @@
-"""Rewrites of a traced step graph, which save nodes or make rows independent.
-
-Each is optional: where its pattern does not match, the graph stays as it was traced.
-
-- rotary: GroupQueryAttention rotates query and key itself; with nodes one contrib
-  RotaryEmbedding does it for each of them, since attention on WebGPU counts positions
-  from the cursor on, which is wrong for branches
-- projections: MatMuls that share their input become one MatMul; query, key and value
-  then enter attention packed
-- norms: x (mean(x^2) + e)^-0.5 becomes RMSNormalization, and with the residual Add
-  before it SkipSimplifiedLayerNormalization
-- Softplus, Cos and Sin fill whole packets, and attention may become jetdraft's own
-"""
+"""Optional rewrites of a traced step graph: rotations, projections and norms."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -85,10 +73,7 @@ class RotationInHalves(pattern.RewriteRuleClassBase):  # type: ignore[misc]
 
 
 class RotaryTables:
-    """Tables of cosines and sines for the positions 0..capacity-1.
-
-    The traced graph computes them from `position_ids`, or a Concat with the probes'.
-    """
+    """Tables of cosines and sines for the positions 0..capacity-1."""
 
     def __init__(self, model: ir.Model, capacity: int) -> None:
         self.graph = model.graph
@@ -211,10 +196,7 @@ def fuse(
     rotation_nodes: bool = False,
     own_attention: bool = False,
 ) -> None:
-    """Apply every rewrite to `model`, in place.
-
-    Only matrices with equal `forms` (`Blocks.form` by name in the checkpoint) merge.
-    """
+    """Rewrite `model` in place; matrices merge only if `forms` are equal, by name."""
     forms_of_rotation = (1, True), (2, True), (2, False)
     rewrite(model, [RotationInHalves.rule(*form) for form in forms_of_rotation])
     find_norms(model.graph)
@@ -391,9 +373,8 @@ def fuse_norms(graph: ir.Graph) -> None:
         add, concat = producer(value, "Add"), producer(value, "Concat")
         joins_probes = concat is not None and producer(concat.inputs[0], "Add")
         if value.name == CUT or joins_probes:
-            # Something else reads this sum, so it cannot be computed inside the norm.
-            # Use the fused norm all the same and add 0: RMSNormalization differs in its
-            # last bits, and the halves of a target must give the bits of the whole.
+            # Something else reads this sum. Add 0 in the fused norm all the same: the
+            # last bits of RMSNormalization differ, and halves must equal the whole.
             dtype = (weight.dtype if weight else None) or ir.DataType.FLOAT
             make = Maker(graph, norm)
             zero = make.constant("no_skip", [0], dtype.numpy())
@@ -471,10 +452,7 @@ def fill_packets(graph: ir.Graph) -> None:
 
 
 def replace_gather_nd(graph: ir.Graph) -> None:
-    """Replace each GatherND that indexes a single axis by a Gather, in place.
-
-    CUDA's GatherND takes no int32, and a captured graph cannot read its sizes again.
-    """
+    """Replace GatherND of one axis by a Gather, in place; CUDA's takes no int32."""
     for node in list(graph):
         chosen = _first_axis_indices(node)
         if chosen is None:

@@ -1,9 +1,4 @@
-"""The graphs of one model, in the order in which they are written.
-
-The chain graph is traced, rewritten for its flavour and quantized. The others are made
-of it and read its weights file: the halves first, which remove the extra outputs of the
-chain graph, then the tree graph, and of that the graph that selects rows.
-"""
+"""The graphs of a model, in the order of writing: chain, halves, tree, selecting."""
 
 import hashlib
 import tempfile
@@ -48,10 +43,7 @@ Progress = Callable[[str, int, int], None]  # Stage, steps done, steps in all.
 
 @dataclass(frozen=True)
 class Job:
-    """What it takes to write the graphs of one model into the bundle `folder`.
-
-    `names` maps ids of weights to names; `ids` are the tokens of a cut LM head.
-    """
+    """A model to write: `names` by ids of weights, `ids` of a cut LM head."""
 
     folder: Path
     name: str

@@ -119,9 +119,8 @@ def _sample_replies(
 class Measures:
     """What an export measures on the calibration text, or on a text of the target.
 
-    `kl` has the KL divergence of recipes by model, `overlaps` the acceptance with the
-    drafter's recipe and without, `rounded` matrices by model and name. The drafter, a
-    `head` or a checkpoint, may draft the tokens `ids` int64 [n], or all for None.
+    `kl` is by model and recipe, `overlaps` are acceptances with the drafter's recipe
+    and without, `rounded` matrices. A drafter may draft `ids` int64 [n], None for all.
     """
 
     checkpoints: Mapping[str, Checkpoint]

@@ -178,10 +178,8 @@ class ExportRequest:
 def export(request: ExportRequest) -> Bundle:
     """Export checkpoints, folders, GGUF files or hub ids, to a bundle folder.
 
-    A `head` reads the states of its target; it takes the place of a `drafter`.
-    `progress` is called with the name of a stage, the steps done and the number of
-    steps. Raises a `JetdraftError` before it writes; a failure leaves `output` as it
-    was.
+    A `head` takes the place of a `drafter`. `progress` is called with a stage, the
+    steps done and their number. Raises a `JetdraftError`; `output` is then unchanged.
 
         jetdraft.export("target/", "bundle", "drafter/", quantize="int8-rtn-b32")
     """

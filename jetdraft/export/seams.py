@@ -1,7 +1,4 @@
-"""Checks that a model computes the same through jetdraft's attention and cache.
-
-transformers builds no mask for a foreign attention, so chunks would be lost silently.
-"""
+"""Checks that a model computes the same through jetdraft's attention and cache."""
 
 import warnings
 from collections.abc import Iterator
@@ -32,11 +29,9 @@ from jetdraft.export.source_step import EncoderStep, SourceStep, source_sizes
 from jetdraft.export.step import Step, dtype_of, exporting, zeros
 from jetdraft.recipe import RUNGS, Recipe
 
-# The bounds of the number of tokens that are compared.
 _FEWEST_TOKENS = 24
 _MAX_TOKENS = 512
-# The largest difference, relative to the largest logit; a lost mask makes a difference
-# a thousand times as large.
+# The largest difference relative to the largest logit; a lost mask has 1000 times it.
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 5e-2}
 
 
@@ -110,11 +105,7 @@ def _gap_of(seam_logits: Tensor, own_logits: Tensor) -> float:
 def _two_passes(
     step: Step, ids: Tensor, slots: int, *others: Tensor
 ) -> tuple[Tensor, set[int]]:
-    """Return logits of `ids` [1, n], read in two passes, and the layers' windows.
-
-    Without buffers the first pass reads all. `others` are the step's inputs between
-    `answer_rows` and the buffers.
-    """
+    """Return logits of `ids` [1, n], read in two passes, and the layers' windows."""
     dtype, count = dtype_of(step.contract), ids.shape[1]
     past = [
         torch.zeros(1, heads, slots, size, dtype=dtype)

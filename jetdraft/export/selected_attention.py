@@ -1,12 +1,8 @@
-"""Graphs whose passes may read selected rows of their buffers only.
-
-Each attention becomes an `If`, so one session verifies with all rows, bit for bit as
-before, and drafts with some of them.
+"""Graphs whose passes may read selected rows of their buffers only, by an `If`.
 
 TokenSelect (2411.02886): the query heads of a KV head vote on the rows between the
 first and the recent rows, by the softmax of their mean query over the pass. A selection
-stays while the mean query is like the query that made it. Beyond the trained length the
-keys of selected rows are shifted to positions just before the pass.
+stays while the mean query is like the query that made it.
 """
 
 import warnings
@@ -68,8 +64,8 @@ MIN_SIMILARITY = 0.9
 class SelectedAttention:
     """Makes the branches of an `If` in place of one GroupQueryAttention.
 
-    `state` has the rows int64 [1, kv_heads, voted] and the query that selected them.
-    `shifts` is a bool [1] of the graph, whether keys get new positions; None for never.
+    `state` has rows int64 [1, kv_heads, voted] and their query; `shifts` is a
+    bool [1] of the graph, whether keys get new positions; None for never.
     """
 
     def __init__(
@@ -291,9 +287,7 @@ def _typed(values: Sequence[Value], others: Sequence[Value]) -> Sequence[Value]:
 def add_selection(
     model: ir.Model, contract: StepContract, checkpoint: Checkpoint, rows: int
 ) -> tuple[ir.Model, Selection]:
-    """Let a chain or tree graph read `rows` KV rows only; `UnsupportedModelError` for
-    sliding windows, softcaps and unequal layers.
-    """
+    """Let a graph read `rows` KV rows only; raises `UnsupportedModelError`."""
     graph = model.graph
     nodes = attentions(graph)
     softcaps = (node.attributes.get_float("softcap", 0.0) for node in nodes)

@@ -29,9 +29,8 @@ Specs = tuple[TensorSpec, ...]
 class Step(torch.nn.Module):
     """One pass of a causal LM over fixed buffers, as the graph contract declares it.
 
-    In torch it returns copies of the buffers. With a `cut` it also returns the hidden
-    states that enter the top `cut` layers, and with `taps` features for a head. `ids`
-    int64 [n] are the tokens of the LM head's rows, None for all.
+    In torch it returns copies of the buffers. A `cut` adds the states that enter the
+    top layers, `taps` add features; `ids` int64 [n] are LM head rows, None for all.
     """
 
     extra_inputs: tuple[TensorSpec, ...] = ()
@@ -82,11 +81,7 @@ class Step(torch.nn.Module):
         ]
 
     def forward(self, *inputs: Any) -> list[Tensor]:
-        """Return the contract's outputs, then extra outputs.
-
-        The `inputs` are the contract's, with its buffers and states in one list, and
-        then extra inputs.
-        """
+        """Return the contract's outputs, then extra outputs; inputs have that order."""
         input_ids, position_ids, cursor, total_length, answer_rows, *rows, past = inputs
         buffers = len(self.contract.buffers("past"))
         state = make_state(position_ids, cursor, total_length, past[:buffers])
@@ -173,7 +168,7 @@ def zeros(spec: TensorSpec, *sizes: int) -> Tensor:
 
 
 def count_on_device(numbers: Tensor) -> Tensor:
-    """Count the columns of `numbers` [1, n], which are 0 or more, as int32 [1].
+    """Count the columns of `numbers` [1, n] as int32 [1]; no number is below 0.
 
     A sum on the device, since a CUDA graph copies no shape from the host; n is not 0.
     """
@@ -199,8 +194,7 @@ PACKET = 16  # The most numbers that a processor takes a logarithm of at once.
 def log_sum_exp(logits: Tensor, largest: Tensor) -> Tensor:
     """Return log(sum(exp)) of rows, [..., 1]; ReduceLogSumExp is slow on the CPU."""
     total = (logits - largest).exp().sum(-1, keepdim=True)
-    # The CPU takes logarithms in packets, and those left over with another function:
-    # copies fill a packet, so that no row's last bit depends on the number of rows.
+    # Copies fill a packet, so that no last bit depends on the number of rows.
     return largest + (total * torch.ones(PACKET)).log()[..., :1]
 
 
@@ -299,8 +293,7 @@ class ProbeStep(Step):
         state.rows = input_ids.shape[1]
 
         def set_bias_and_prefix() -> None:
-            # Counted with the rows: a pass may have no probes, and CUDA sums no axis
-            # of size 0.
+            # Counted with the rows, since CUDA sums no axis of size 0.
             filled = self.model.current_pass.positions
             if prefix is not None:
                 filled = torch.cat([filled, prefix[None]], 1)
@@ -325,8 +318,7 @@ class ProbeStep(Step):
                 past_key_values=PassThroughCache(),
                 use_cache=True,
             )
-        # Split the results, not the logits: a pass may have no probes, and not every
-        # operator takes empty inputs.
+        # Split the results: not every operator takes empty inputs, as without probes.
         all_answers = self.answers(logits.float())
         rows = answer_rows.shape[0]
         row_answers, probe_answers = (

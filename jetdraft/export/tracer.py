@@ -83,8 +83,7 @@ class _StepWithWeights(torch.nn.Module):
 def trace(step: Step, names: Mapping[int, str]) -> onnx_ir.Model:
     """Trace a step into a graph in floats; raises `UnsupportedModelError`.
 
-    Weights whose ids are in `names` become constants, read when needed; others stay
-    the last inputs until `make_inputs_constant`.
+    Weights with ids in `names` become constants; others stay the last inputs.
     """
     _pin_rotary_frequencies(step.decoder, step.contract.capacity)
     step.eval()
@@ -128,8 +127,7 @@ def _export_step(step: Step, weights: Mapping[str, torch.Tensor]) -> onnx_ir.Mod
         verbose=False,
     )
     assert program is not None
-    # The exporter may give an inner value the name of an output, and an ONNX file
-    # cannot have a name twice.
+    # The exporter may name an inner value like an output, which a file cannot have.
     names = {value.name for value in program.model.graph.outputs}
     for node in program.model.graph:
         for value in node.outputs:
@@ -199,11 +197,7 @@ class UnknownStateError(Exception):
 
 
 def fingerprint(step: torch.nn.Module) -> str | None:
-    """Return a hash, equal for two steps only if they are traced to the same graph.
-
-    Parameters are inputs, so only their names, shapes and types count. None for a step
-    with an object that is written in C.
-    """
+    """Return a hash, equal only for steps of the same graph; None if it is unknown."""
     writer = _FingerprintWriter()
     try:
         writer.write(step)

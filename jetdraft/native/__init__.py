@@ -1,7 +1,4 @@
-"""The library of operators for onnxruntime's CPU provider; `format.h` describes it.
-
-`setup.py` compiles it when jetdraft is installed.
-"""
+"""The operators for onnxruntime's CPU provider, which `setup.py` compiles."""
 
 import ctypes
 import functools
@@ -11,15 +8,13 @@ from pathlib import Path
 
 from jetdraft.errors import ProviderError
 
-# The domain of the operators in a graph, and their names.
 DOMAIN = "jetdraft"
 MULTIPLY, GATHER, EXPERTS = "MatMulPacked", "GatherPacked", "MatMulExperts"
 OPERATORS = (
     *(MULTIPLY, GATHER, EXPERTS),
     *("GroupQueryAttention", "LinearAttention", "CausalConvolution"),
 )
-# The file for this kind of processor; it may be missing. Python in a clone imports the
-# clone, whose library may lie where it was installed.
+# The file may be missing; a clone's library may lie where it was installed.
 _PLACES = [Path(__file__).parent, *(Path(p, "jetdraft", "native") for p in sys.path)]
 _FILES = [place / f"{platform.machine()}.so" for place in _PLACES]
 LIBRARY = next(filter(Path.exists, _FILES), _FILES[0])
@@ -27,11 +22,7 @@ LIBRARY = next(filter(Path.exists, _FILES), _FILES[0])
 
 @functools.cache
 def isa() -> str:
-    """The instructions that products use here, for example "avx2".
-
-    Raises `ProviderError` if the library does not load, or JETDRAFT_ISA names
-    instructions that this processor lacks.
-    """
+    """The instructions that products use here, like "avx2"; raises `ProviderError`."""
     try:
         library = ctypes.CDLL(str(LIBRARY))
         library.jetdraft_isa.restype = ctypes.c_char_p

@@ -1,15 +1,10 @@
 """The algorithms that turn a matrix into small integers, with the same arguments.
 
 rtn      rounds to nearest; a block's largest value sets its scale (onnxruntime)
-k_quant  finds scale and zero by weighted least squares, like llama.cpp's K-quants
-         (onnxruntime)
-hqq      finds the zero by half-quadratic optimization of a robust norm (onnxruntime,
-         after Badri and Shaji, mobiusml 2023); the int8 kernels need zeros that are
-         integers, so they are rounded
-gptq     rounds input by input; the later inputs correct each rounding error, weighted
-         by the second moments of the inputs (Frantar et al., 2210.17323)
-
-llama.cpp's types have one algorithm, `rounding.round_to_grid`.
+k_quant  finds scale and zero by weighted least squares, as llama.cpp (onnxruntime)
+hqq      finds the zero by half-quadratic optimization (onnxruntime, after Badri and
+         Shaji, mobiusml 2023), rounded to an integer for the int8 kernels
+gptq     rounds input by input; the later inputs correct each error (2210.17323)
 """
 
 import warnings
@@ -34,8 +29,7 @@ from jetdraft.quant.rounding import round_to_grid
 from jetdraft.recipe import GRIDS, Recipe, grid_for
 
 DAMPING = 0.01  # Share of the mean second moment that is added; the paper's.
-# A matrix of fewer rows or columns stays a matrix of floats: it has few bytes, and in
-# Gemma 3n it mixes whole states.
+# A matrix of fewer rows or columns stays floats; Gemma 3n's mix whole states.
 FEWEST = 8
 GPTQ_COLUMNS = 4096  # Columns that are quantized at once, in double precision.
 
@@ -161,7 +155,6 @@ def _inverse_factor(moments: Floats, size: int) -> Tensor:
 
 # Quantizes a matrix [rows, columns] by bits, block size and moments [rows, rows].
 Algorithm = Callable[[Floats, int, int, Floats | None], Blocks]
-# The algorithms by the names that recipes have for them.
 ALGORITHMS: dict[str, Algorithm] = {
     algorithm.__name__: algorithm for algorithm in (rtn, k_quant, hqq, gptq)
 }
@@ -170,8 +163,7 @@ ALGORITHMS: dict[str, Algorithm] = {
 def quantize(matrix: Floats, recipe: Recipe, moments: Floats | None) -> Matrix:
     """Quantize a float matrix [rows, columns] by a recipe that has bits.
 
-    `moments` float [rows, rows] is needed where `recipe.needs_moments`; a type of
-    llama.cpp takes [rows], or does without.
+    `moments` are float [rows, rows]; a type of llama.cpp takes [rows], or None.
     """
     assert recipe.bits is not None
     if recipe.scheme in GRIDS:

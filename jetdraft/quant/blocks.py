@@ -18,11 +18,10 @@ Order = npt.NDArray[np.int64]  # The input that each row of a matrix belongs to.
 class Blocks:
     """A quantized matrix of `rows` rows, `(integers - zeros) * scales`.
 
-    A block holds integers of one column that share a scale. `packed` uint8 [columns,
-    blocks, bytes] has the first integer of a byte in its lowest bits; `scales` are
-    float and `zeros` uint8, both [columns, blocks]. Without `zeros`, the middle of the
-    integers' range stands for 0. With an `order` int64 [rows], row i belongs to input
-    `order[i]`.
+    A block is integers of a column with a shared scale. `packed` uint8 [columns,
+    blocks, bytes] has the first in the lowest bits; `scales` float and `zeros` uint8
+    are [columns, blocks]. Without `zeros` the middle of the range stands for 0. With
+    an `order` int64 [rows], row i belongs to input `order[i]`.
     """
 
     packed: Bytes

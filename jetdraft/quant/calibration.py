@@ -18,11 +18,7 @@ MAX_WINDOWS = 32  # The most windows that are taken of a text.
 
 
 class Windows:
-    """A text as token ids `ids`, int64 [windows, length].
-
-    KL is measured on the last `scored` tokens of each window; frequencies of tokens are
-    counted in `tokens` int64 [n].
-    """
+    """Token ids int64 [windows, length]; KL is of the last `scored` of each window."""
 
     def __init__(
         self, ids: Tensor, scored: int | None = None, tokens: Tensor | None = None
@@ -35,8 +31,7 @@ class Windows:
     def of(cls, file: Path, tokenizer: str | None, longest: int = WINDOW) -> "Windows":
         """Read equal windows of at most `longest` tokens, spread evenly over a file.
 
-        `tokenizer` is the JSON of a tokenizers.Tokenizer. Raises `DataError` without
-        it, or if the file cannot be read or has fewer than two tokens.
+        `tokenizer` is the JSON of a tokenizers.Tokenizer. Raises `DataError`.
         """
         if tokenizer is None:
             raise DataError(
@@ -61,10 +56,7 @@ class Windows:
 def second_moments(
     model: Any, windows: Windows, diagonal: bool = False
 ) -> dict[str, Floats]:
-    """Sum x x^T over the inputs x of each linear layer; return sums by weight name.
-
-    They are float32 [rows, rows], or [rows] of the `diagonal` alone.
-    """
+    """Sum x x^T by weight name: float32 [rows, rows], or [rows] of the `diagonal`."""
     sums: dict[str, Floats] = {}
     # Layers that read the same tensor, for example q, k and v, share one sum.
     owners: dict[str, str] = {}

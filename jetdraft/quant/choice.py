@@ -14,13 +14,11 @@ from jetdraft.recipe import RAISED, RUNGS, Recipe, Unit
 
 KL_BOUND = 0.03  # The largest mean KL from the floats, in nats per token.
 MIX_SHARE = 0.9  # A mix has less than this share of one scheme's bytes.
-# The recipes that a drafter can get with each kernel, the smaller first.
 DRAFTER_CHOICES = {
     "jetdraft": ("q4_k-headq6_k", "q8_0"),
     "onnxruntime": ("int4-rtn-b32", "int8-rtn-b32"),
 }
-# The fixed cost of a pass as bytes that memory delivers in that time: about 0.25 ms on
-# two cores at 16 GB/s.
+# The fixed cost of a pass in bytes: about 0.25 ms on two cores at 16 GB/s.
 PASS_BYTES = 4e6
 MAX_DRAFT_TOKENS = 8  # The longest draft for which the speed of a pair is computed.
 # The acceptance rate that a drafter may lose by four bits, as a difference.
@@ -35,9 +33,8 @@ def choose_recipe(
 ) -> tuple[Recipe, float]:
     """Choose the cheapest recipe whose KL is at most `bound`; return it and its KL.
 
-    It tries the `RUNGS` of a kernel, the cheapest first. A mix of the last scheme that
-    is not within the bound and the first that is wins if it saves enough. The KL is the
-    mean in nats per token. `progress(stage, done, total)` is called after each step.
+    It tries the `RUNGS` of a kernel, the cheapest first, then a mix of two. The KL is
+    the mean in nats per token. `progress(stage, done, total)` follows each step.
     """
     tried: list[Recipe] = []
     rungs = RUNGS[kernel]
@@ -95,8 +92,7 @@ class Sensitivity:
         """Return a recipe in which some units have more bits, and its KL.
 
         With a limit of bytes as many units as fit; with a limit of KL as few as are
-        enough. `progress(done, total)` is called after each unit. Raises `OptionError`
-        if no mix meets the limit.
+        enough. Raises `OptionError` if no mix meets the limit.
         """
         units = self.divergence.units
         candidates = [unit for unit in units if unit and self._added_bytes(unit)]
@@ -180,11 +176,10 @@ def choose_drafter_recipe(
 ) -> DrafterChoice:
     """Choose the drafter's recipe with which the pair decodes fastest.
 
-    A pass takes the time that its bytes take. With the acceptance a of a token, K
-    drafted tokens give (1 - a^(K+1)) / (1 - a) tokens for one pass of the target and K
-    passes of the drafter (Leviathan et al., 2211.17192, theorem 3.8). Four bits that
-    cost less acceptance than `MAX_ACCEPTANCE_LOSS` are taken at once, for the whole
-    drafter or for its LM head. `ids` int64 [n] are all that it may draft, None for all.
+    With the acceptance a of a token, K drafted tokens give (1 - a^(K+1)) / (1 - a)
+    tokens for a pass of the target and K of the drafter (Leviathan et al., 2211.17192,
+    theorem 3.8). Four bits are taken at once if they cost less acceptance than
+    `MAX_ACCEPTANCE_LOSS`. `ids` int64 [n] are all that it may draft, None for all.
     """
     pass_cost = PASS_BYTES + target.bytes_of(target_recipe)
 

@@ -1,8 +1,4 @@
-"""How far quantized matrices move a model from itself: KL divergence over a text.
-
-Weights are what their integers stand for, inputs are rounded as the CPU's kernels read
-them: the result is within a tenth of the bundle's (docs/log/quantization.md).
-"""
+"""How far quantized matrices move a model from itself: KL divergence over a text."""
 
 import math
 import tempfile
@@ -30,8 +26,7 @@ BATCH_TOKENS = 256  # Tokens of a pass, about; each may convert all weights.
 class Divergence:
     """Measures how far recipes move a torch model over a text, and how large they are.
 
-    `units` are its layers and its LM head. `moments` are the result of
-    `second_moments`. With `rounds_inputs` the provider rounds the inputs of products.
+    `units` are layers and LM head, `moments` are from `second_moments`.
     """
 
     def __init__(
@@ -81,9 +76,8 @@ class Divergence:
     ) -> float:
         """Return the mean of sum(min(p, q)), with this model's q and another model's p.
 
-        It is the share of drafted tokens that a target accepts (Leviathan et al.,
-        2211.17192, corollary 3.6). `ids` int64 [n] are the tokens of this model's
-        logits, None for all.
+        It is a target's acceptance rate (Leviathan et al., 2211.17192, corollary 3.6).
+        `ids` int64 [n] are the tokens of this model's logits, None for all.
         """
         total, rows = 0.0, 0
         with self._quantizing({unit: recipe.of_unit(unit) for unit in self.units}):
@@ -234,10 +228,9 @@ def _rounding(
 
 
 def round_to_int8(values: torch.Tensor, size: int) -> torch.Tensor:
-    """Round values [..., n] to int8 with a scale per block of `size`; return float32.
+    """Round [..., n] to int8 with a scale per block of `size`; return float32.
 
-    MatMulNBits of onnxruntime's CPU provider reads its inputs so at accuracy level 4,
-    except for two bits in blocks of 16, and so does `jetdraft.native`.
+    The CPU's MatMulNBits reads its inputs so, except for two bits in blocks of 16.
     """
     count = values.shape[-1]
     whole = torch.nn.functional.pad(values.float(), (0, -count % size))

@@ -1,11 +1,4 @@
-"""A matrix in one of llama.cpp's types, and its layout for `jetdraft.native`.
-
-A block has integers q, a scale d and perhaps a minimum m: w = d q + m. In the types
-Q*_K, a factor for each 16 or 32 weights multiplies d, and another multiplies m. The
-package gguf computes w; where d and its factors are 1 and m is 0, that is q. The
-layout, which `native/format.h` describes, holds integers, scales and factors as they
-are: nothing is rounded.
-"""
+"""A matrix in a type of llama.cpp, w = d q + m, laid out as `native/format.h` says."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

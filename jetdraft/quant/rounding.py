@@ -1,10 +1,7 @@
 """Rounds float matrices to llama.cpp's types, by a search for the scale of each block.
 
-A block's integers are rounded for several scales. Weighted least squares give each the
-best scale, or scale and minimum, and the smallest weighted error wins. Scales of
-super-blocks are then rounded to 6 or 8 bits, and the integers once more. The weight of
-a number is the second moment of what it is multiplied with; without moments it is
-llama.cpp's guess, which counts large numbers more.
+For several scales, weighted least squares give the best scale and minimum; the smallest
+error wins. Weights are second moments of inputs, or llama.cpp's guess without moments.
 """
 
 from collections.abc import Callable
@@ -26,8 +23,7 @@ _TINY = 1e-30
 def round_to_grid(matrix: Floats, grid: str, moments: Floats | None = None) -> Bytes:
     """The bytes uint8 [columns, bytes] of a float matrix [rows, columns] as `grid`.
 
-    `moments` float [rows] are second moments of the inputs. The rows are filled up with
-    zeros to whole blocks.
+    `moments` float [rows] are of the inputs; zeros fill the rows up to whole blocks.
     """
     spare = -len(matrix) % (256 if grid.endswith("K") else 32)
     columns = torch.from_numpy(np.pad(matrix, ((0, spare), (0, 0)))).T.float()

@@ -20,8 +20,8 @@ Read = Callable[[int | None], Tensor]
 class StoredTensor(Tensor):
     """A tensor whose numbers are read when they are needed, by `read`.
 
-    To stack, join, turn or convert such tensors reads nothing, `stored[i]` reads an
-    entry of the first axis, and any other operation reads all.
+    To stack, join, turn or convert it reads nothing, `stored[i]` reads an entry of the
+    first axis, and any other operation reads all.
 
         stored = StoredTensor((128, 1536, 2048), torch.bfloat16, read)
         matrix = stored.float()[3]
@@ -124,10 +124,9 @@ _POSTPONED: dict[Any, Callable[..., Tensor | None]] = {
 
 @dataclass(frozen=True)
 class GridStack:
-    """Matrices of experts in llama.cpp's type `grid`, which stay in their file.
+    """Matrices of experts, columns, rows in the type `grid`, which stay in their file.
 
-    The `shape` is experts, columns, rows; `read(i)` gives the bytes of an expert, uint8
-    [columns, bytes], as in a `GridMatrix`.
+    `read(i)` gives the bytes of an expert, uint8 [columns, bytes].
     """
 
     grid: str

@@ -1,12 +1,4 @@
-"""Quantization of a step graph's matrices.
-
-`MatMul` with a constant matrix becomes `MatMulNBits`, or `MatMulPacked` of
-`jetdraft.native`. Where head and embedding are tied, `GatherBlockQuantized` or
-`GatherPacked` reads embeddings from the head's quantized matrix: one tensor for both.
-A product with matrices that are gathered from a stack of experts becomes
-`MatMulExperts`; what chooses the experts stays a product of floats. Embeddings that
-each layer has are quantized too, token by token.
-"""
+"""Quantizes a step graph's matrices, also of experts, heads and embeddings."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -37,12 +29,10 @@ NUMBERS_AT_ONCE = 1 << 26  # About how many numbers of a matrix are quantized to
 class Quantization:
     """A recipe, and what it must know of the model.
 
-    `head` is the name of the head's weight. A `standard` graph has DequantizeLinear
-    before its MatMul, and embeddings of floats. `moments` are the result of
-    `calibration.second_moments`, where the recipe needs them. `packed` has the weights,
-    by name, whose integers are the checkpoint's; `rounded` has weights that the recipe
-    was measured with, until they are used. `borrowed` maps the names of another
-    model's matrices to their names there: `lender` quantizes them.
+    `head` names the head's weight. A `standard` graph has DequantizeLinear before its
+    MatMul, and embeddings of floats. `moments` are of `calibration.second_moments`.
+    `packed` has the checkpoint's integers by name, `rounded` measured weights until
+    they are used. `borrowed` maps names of matrices to names in `lender`.
     """
 
     recipe: Recipe
@@ -66,10 +56,9 @@ class Quantization:
     ) -> None:
         """Quantize every constant matrix of `model` in place.
 
-        `progress(done, total)` is called after each matrix. Integers wait in the file
-        `spill` to be written, or else in memory. Raises `CheckpointError` for a matrix
-        with numbers that are not finite, `OptionError` for a matrix that the algorithm
-        cannot quantize or the flavour cannot hold.
+        `progress(done, total)` follows each matrix. Integers wait in the file `spill`,
+        or in memory. Raises `CheckpointError` for numbers that are not finite, and
+        `OptionError` for a matrix that cannot be quantized or held.
         """
         graph = model.graph
         graph.meta[edits.SPILL] = spill
@@ -293,9 +282,8 @@ def _constant_matrix(node: ir.Node) -> tuple[ir.Value, bool] | None:
 
 @dataclass(frozen=True)
 class Choice:
-    """A product `node` of rows with matrices that `ids` choose from a stack.
+    """A product of `rows` [s, k] with matrices that `ids` choose from a stack.
 
-    The node's input is the `rows` [s, k] with one more axis, which `result` drops.
     The stack is [experts, n, k], or [experts, k, n] if it `is_turned`.
     """
 
@@ -382,7 +370,6 @@ def _dequantize(
             consumer.replace_input_with(0, make.array(f"{source.name}.rows", array))
 
 
-# The types of integers that DequantizeLinear reads, by the number of bits.
 _SIGNED: dict[int, npt.DTypeLike] = {4: ml_dtypes.int4, 8: np.int8}
 
 

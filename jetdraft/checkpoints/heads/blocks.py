@@ -1,8 +1,7 @@
-"""Drafters that fill a block of masked tokens in one pass, and how their rows attend.
+"""Drafters that fill a block of masked tokens in one pass; its rows see each other.
 
-Rows of a block see each other. In a graph, whose attention is causal, they attend
-twice: their keys are written first, then their queries follow in further rows, whose
-keys are copies that a bias hides.
+In a graph, whose attention is causal, they attend twice: their keys are written first,
+then their queries follow in further rows, whose keys are copies that a bias hides.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,8 +28,7 @@ from jetdraft.checkpoints.heads.head_layers import (
 )
 from jetdraft.errors import CheckpointError
 
-# Called with a layer's module, query [b, heads, q, d], key and value [b, kv_heads, k,
-# d]; returns the mixed values [b, q, heads, d].
+# Of module, query [b, heads, q, d], key and value [b, kv_heads, k, d]: [b, q, heads, d]
 Attention = Callable[[Any, Tensor, Tensor, Tensor], Tensor]
 MAX_BLOCK_TOKENS = 64  # The most tokens of a block that a drafter may fill.
 
@@ -70,8 +68,8 @@ class BlockDrafter(DraftModule):
     ) -> Tensor:
         """Return the block's normed states [b, q, h], and the text's if it reads text.
 
-        `context` are features [b, n, h] or tokens int64 [b, n]; `block` tokens int64
-        [b, m], masks from the vocabulary's size on; `positions` int64 [b, n + m].
+        `context` has features [b, n, h] or tokens int64 [b, n], `block` tokens int64
+        [b, m] (masks from the vocabulary's size on), `positions` int64 [b, n + m].
         """
         if self.reads_text:
             states = self.embed(torch.cat([context, block], dim=1))

@@ -67,8 +67,7 @@ class DraftInputs:
     """What the rows of a pass are given; what a drafter does not read is empty.
 
     `tokens` and `positions` are int64 [1, n], `features` [1, n, w], `recent` int64 [1,
-    n, r] the tokens before each row, `block` int64 [1, m]. `target` has keys and values
-    of the target's layers, of which `target_length` int32 [1] slots are filled.
+    n, r] the tokens before each row, `block` int64 [1, m], `target_length` int32 [1].
     """
 
     tokens: Tensor
@@ -85,15 +84,11 @@ class DraftInputs:
 # Pairs of a pattern of names in files and a name in a module; None drops a tensor.
 Renames = tuple[tuple[str, str | None], ...]
 LAYER_RENAME = (r"(layers\..*)", r"stack.\1")  # Tensors of decoder layers.
-# Renames for a drafter whose embedding and LM head are the target's.
 TARGET_RENAMES: Renames = ((r"(lm_head|embed_tokens)\..*", None), LAYER_RENAME)
 
 
 class DraftModule(nn.Module):
-    """A drafter: what it reads, how it is recognized and read, and its forward pass.
-
-    `ids` int64 [draft vocabulary] are the target's ids of LM head rows, None for all.
-    """
+    """A drafter; `ids` int64 [draft vocabulary] are the target's ids, None for all."""
 
     published: ClassVar[str] = ""
     """The published heads that this class reads, as users call them: "EAGLE-1"."""

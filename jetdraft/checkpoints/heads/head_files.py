@@ -27,10 +27,8 @@ from jetdraft.parsing import read_json_file
 
 # The last is Medusa's and Hydra's; other files of torch belong to a training.
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "*_lm_head.pt")
-# Names of tensors in a `DraftModule`.
 FIRST_LAYER = "stack.layers.0."
 EMBEDDING_WEIGHT, LM_HEAD_WEIGHT = "embed_tokens.weight", "lm_head.weight"
-# The keys of its config that a head with decoder layers may have.
 LAYER_KEYS = {
     *("hidden_size", "intermediate_size", "num_attention_heads", "head_dim"),
     *("num_key_value_heads", "hidden_act", "rms_norm_eps", "rope_theta"),
@@ -41,7 +39,6 @@ SPECULATOR_KEYS = {
     *("speculators_model_type", "speculators_version", "speculators_config"),
     *("transformer_layer_config", "embed_requires_grad"),
 }
-# Keys without an effect on what a head computes.
 _IGNORED_KEYS = {
     *("attention_dropout", "auto_map", "bos_token_id", "eos_token_id", "use_cache"),
     *("initializer_range", "pad_token_id", "pretraining_tp", "torch_dtype"),
@@ -56,7 +53,6 @@ _OFF = {"use_sliding_window": False, "sliding_window": None, "qkv_bias": False}
 
 
 Tensors = dict[str, Tensor]  # The tensors of a head by their names.
-# The config of a drafter, and the target's ids of its LM head's rows, None for all.
 Sizes = tuple[HeadConfig, Tensor | None]
 
 
@@ -110,10 +106,7 @@ class HeadFiles:
     def rename_tensors(
         self, table: Iterable[tuple[str, str | None]]
     ) -> dict[str, Tensor]:
-        """Return tensors renamed by (pattern, new name), or dropped for None.
-
-        The first pattern that matches a whole name is used; other names stay.
-        """
+        """Return tensors renamed by the first matching pattern, or dropped for None."""
         patterns = [(re.compile(old), new) for old, new in table]
         tensors = {}
         for name, tensor in self.tensors.items():
@@ -124,10 +117,7 @@ class HeadFiles:
         return tensors
 
     def stored_name(self, name: str, renamed: Mapping[str, Tensor]) -> str:
-        """Return a tensor's name in the files; if it is missing, its neighbours tell.
-
-        `renamed` are the files' tensors by their names in the module.
-        """
+        """Return a tensor's name in the files, or guess it from its neighbours'."""
         names = {id(tensor): own for own, tensor in self.tensors.items()}
         known = {new: names[id(t)] for new, t in renamed.items() if id(t) in names}
         if name in known:
@@ -206,10 +196,7 @@ class HeadFiles:
         return rope
 
     def layer_fields(self, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-        """Return the `HeadConfig` fields of decoder layers.
-
-        head_dim and the number of layers come from the tensors: published numbers err.
-        """
+        """Return `HeadConfig` fields; sizes are the tensors', since configs err."""
         hidden = self.positive_integer("hidden_size")
         heads = self.positive_integer("num_attention_heads")
         query = tensors.get(f"{FIRST_LAYER}self_attn.q_proj.weight")
@@ -267,10 +254,7 @@ class HeadFiles:
     def mapped_ids(
         self, tensors: dict[str, Tensor], target: Checkpoint
     ) -> Tensor | None:
-        """Return the target's id of each row of the LM head; None if rows are ids.
-
-        Takes map and target's matrices out of `tensors`, and fits the other tensors.
-        """
+        """Take the map out of `tensors`; return the target's id of each LM head row."""
         own, size = self.positive_integer("vocab_size"), target.vocab_size
         rows = self.config.get("draft_vocab_size") or own
         maps = {n: tensors.pop(n) for n in list(tensors) if n.startswith((T2D, D2T))}

@@ -20,17 +20,12 @@ from jetdraft.checkpoints.layers import decoder_layers
 from jetdraft.errors import UnsupportedModelError
 
 _PARAMETERS = inspect.signature(LlamaDecoderLayer.forward).parameters
-# The name of the cache in the layers of this transformers.
 CACHE = "cache" if "cache" in _PARAMETERS else "past_key_values"
 
 
 @dataclass(frozen=True)
 class HeadConfig:
-    """The sizes of a drafter in any layout.
-
-    Tap j is the state that enters the target's layer j, or leaves its last layer.
-    Without taps it is the state after the final norm.
-    """
+    """Sizes of a drafter; tap j is the state that enters the target's layer j."""
 
     hidden_size: int
     target_hidden_size: int
@@ -82,10 +77,9 @@ class HeadConfig:
 
 
 class HeadLayers(nn.Module):
-    """A stack of decoder layers, their rotary embedding, and the kind of their norms.
+    """A stack of decoder layers: `states` [b, n, h], `mask` [1, 1, n, slots] or None.
 
-    `states` are [b, n, h]; the first layer of EAGLE-3 takes `embedded` [b, n, h] too.
-    `mask` [1, 1, n, slots] is added to the scores; None lets the attention decide.
+    The first layer of EAGLE-3 takes `embedded` [b, n, h] too.
     """
 
     def __init__(self, layers: list[nn.Module], rotary: nn.Module, config: Any) -> None:

@@ -18,7 +18,6 @@ from jetdraft.checkpoints.parameters import convert_while_running
 from jetdraft.errors import CheckpointError, UnsupportedModelError, printable
 from jetdraft.runtime.planning.registry import load_object, methods
 
-# The types in which the weights of a head may be stored.
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
@@ -31,11 +30,9 @@ def drafter_classes() -> list[type[DraftModule]]:
 def load_head(
     source: str | HeadFiles, target: Checkpoint, dtype: torch.dtype
 ) -> DraftModule:
-    """Load a head from a folder or a hub repository; it computes in `dtype`.
+    """Load a head from a folder or hub id in `dtype`; raises `CheckpointError`.
 
-    Its weights keep their types, the fusion's are float32. Raises `CheckpointError`.
-
-        head = load_head("AngelSlim/Qwen3-1.7B_eagle3", target, torch.float32)
+    head = load_head("AngelSlim/Qwen3-1.7B_eagle3", target, torch.float32)
     """
     files = HeadFiles.read(source) if isinstance(source, str) else source
     with as_checkpoint_error(files.source), no_init_weights():
@@ -73,7 +70,6 @@ def has_own_head(target: str | Path) -> bool:
     if not os.path.exists(target):
         return True
     names: set[str] = set()
-    # What is wrong with the files, loading them says.
     with contextlib.suppress(OSError, ValueError, SafetensorError):
         for file in Path(target).glob("*.safetensors"):
             with safe_open(file, "pt") as opened:
