@@ -122,10 +122,7 @@ def locked(path: Path, wait: bool = False, create: bool = False) -> Iterator[boo
 def read_arrays(
     file: Path, refusal: JetdraftError, *names: str
 ) -> dict[str, npt.NDArray[Any]]:
-    """Read the arrays of an uncompressed npz, or those with these `names`.
-
-    Raises `refusal` for other files.
-    """
+    """Read arrays of an uncompressed npz, all or `names`; raises `refusal`."""
     try:
         # numpy leaves files open that it cannot read, unless it was given a handle.
         with file.open("rb") as handle, np.load(handle, allow_pickle=False) as stored:

@@ -33,5 +33,4 @@ OWN = (
     *("medusa", "dflash", "diffusion", "block", "stream", "ppd", "forecast", "recall"),
     *("trigram", "cascade"),
 )
-"""jetdraft's own methods, in the order of all tables; their records are in `method.py`
-of the folder of that name."""
+"""jetdraft's own methods, in the order of tables; a folder's `method.py` has each."""

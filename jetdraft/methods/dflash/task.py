@@ -66,7 +66,6 @@ class DFlashTask(BlockTask):
         encoder = Tokenizer.from_str(run.target.tokenizer or "")
         named = set(encoder.get_vocab().values())
         counts = Counter(t for text in run.corpus.training for t in text.ids)
-        # The last id without a token, or the rarest id.
         mask = min(reversed(ids), key=lambda token: (token in named, counts[token]))
         self.config = replace(self.config, mask_token=mask)
         return Dflash(self.config, run.target.model)

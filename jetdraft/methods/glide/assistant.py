@@ -1,9 +1,4 @@
-"""Gemma 4's assistant: layers without keys and values of their own.
-
-A row reads the target's state of the row before it and its own token, and attends to
-what the target's last layers with buffers keep: one that sees all rows, and one with a
-sliding window. All rows of a draft have the position of its root.
-"""
+"""Gemma 4's assistant: layers over the target's buffers, at their root's position."""
 
 from dataclasses import dataclass
 from typing import Any
