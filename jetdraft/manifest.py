@@ -14,7 +14,7 @@ from jetdraft.parsing import Count, Rule, Size, in_range, read_json_file
 from jetdraft.recipe import Recipe
 
 MANIFEST = "bundle.json"  # The file of a bundle with its manifest.
-# The checked hashes in a bundle, with sizes, inodes and times of the files then.
+# A bundle's file of checked hashes, with the sizes, inodes and times of the files.
 CHECKED_FILES = Path("profiles", "checked.json")
 SCHEMA_VERSION = 6  # The version of manifests that this jetdraft reads and writes.
 # The fields of a manifest with its schema, and with the hash of all others.

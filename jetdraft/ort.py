@@ -21,7 +21,7 @@ class _MissingPackage:
 
 def _import_onnxruntime() -> Any:
     """Import onnxruntime without telemetry; a `_MissingPackage` if not installed."""
-    # From 1.29 on its wheels tell Microsoft of each session, unless the user set a 0.
+    # From 1.29 on its wheels tell Microsoft of each session, unless the variable is 0.
     os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
     try:
         import onnxruntime

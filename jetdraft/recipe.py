@@ -46,7 +46,7 @@ RUNGS = {
 """What an export tries for each kernel, the cheapest first, the last unmeasured."""
 
 FAST_DEFAULTS = {"jetdraft": "q4_k-headq6_k", "onnxruntime": "int4-rtn-b32-head8"}
-"""The recipe of an export that measures nothing (docs/quantization.md)."""
+"""The recipe of an unmeasured export; it ruins small models (docs/quantization.md)."""
 
 ACCURACY_LEVEL = 4
 """4 is int8 activations; at other levels the CPU kernel unpacks matrices each pass."""
@@ -239,7 +239,7 @@ class Recipe:
 
     @classmethod
     def for_drafter(cls, target: Recipe, kernel: str = KERNELS[0]) -> Recipe:
-        """The drafter's default, eight bits or floats (docs/log/quantization.md)."""
+        """The drafter's default; four bits are too few (docs/log/quantization.md)."""
         if target.has_grids and kernel == KERNELS[0]:
             return cls("q8_0")
         return target if target.bits is None else cls("int8", 32)

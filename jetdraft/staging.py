@@ -77,7 +77,7 @@ def _move_into_place(staging: Path, final: Path) -> None:
     if not final.exists():
         staging.rename(final)
     elif not _exchange_folders(staging, final):
-        # No atomic exchange: after a kill here the next export restores the old.
+        # No atomic exchange: after a kill here the next export restores the old bundle.
         aside = _old_folder(final)
         final.rename(aside)
         staging.rename(final)

@@ -16,7 +16,7 @@ from jetdraft.parsing import read_json_file
 from jetdraft.recipe import GRIDS, HEAD, SYMMETRIC, Recipe
 
 CONFIG = "config.json"
-# Bytes of a number in a recurrent state; each state is kept now and after the prompt.
+# Bytes of a number in a recurrent state; a state is kept twice: now, after the prompt.
 STATE_BYTES, STATE_PLACES = 4, 2
 MAX_SIZE = 10_000_000  # The largest size that a config may have.
 # Sizes that a config must have, and further ones for layers of linear attention.

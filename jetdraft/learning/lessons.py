@@ -2,7 +2,7 @@
 
 A lesson is what the target chose where drafts were wrong (2310.07177). A set is a
 folder with the arrays of a graph, named by their hash; `choice.json` names the set that
-drafts. Both appear in one step, and several processes may share the folder.
+drafts. Sets and choice appear in one step; several processes may share the folder.
 """
 
 import hashlib
@@ -269,7 +269,8 @@ class WeightSets:
     def change(self, change: Callable[[Choice], Choice | None]) -> None:
         """Replace the choice under a file lock, and delete unused sets.
 
-        None keeps it; `change` may write sets. Raises `OutputError` or `OSError`.
+        `change` returns the next choice, or None to keep it; it may write sets too.
+        Raises `OutputError` or `OSError`.
         """
         with locked(self.folder / "lock", wait=True, create=True):
             after = change(self.read_choice())

@@ -74,7 +74,7 @@ class StoreFile:
         return not self.path.exists() or not self.path.stat().st_size
 
     def move_damaged(self, error: Exception) -> None:
-        """Move the file aside with a warning; raises `StoreError` for no damage."""
+        """Move the file aside with a warning; `StoreError` unless `error` is damage."""
         if _is_inaccessible(error) or not _is_ours(self.path):
             raise StoreError(
                 f"cannot use the store {self.path} ({error}); choose another file"

@@ -33,4 +33,4 @@ OWN = (
     *("medusa", "dflash", "diffusion", "block", "stream", "ppd", "forecast", "recall"),
     *("trigram", "cascade"),
 )
-"""jetdraft's own methods, in the order of tables; a folder's `method.py` has each."""
+"""The folders of jetdraft's methods, in the order of tables; each has a `method.py`."""

@@ -136,7 +136,7 @@ class PromptTask(task.ProbeTask):
     ) -> task.Sums:
         """Return the sums by prompt token; they follow the rows `places.anchors`.
 
-        The loss is KL(p || q) (2405.18628, section 3.3); `right` is [gamma, RANKS].
+        The loss is KL(target || token) (2405.18628, 3.3); `right` is [gamma, RANKS].
         """
         with torch.no_grad():
             outputs = self._model(input_ids=batch.ids, use_cache=True)

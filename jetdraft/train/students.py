@@ -81,7 +81,8 @@ def compare_missed(
 ) -> Missed:
     """Compare a drafter's logits float [w, tokens] at wrong places with the target.
 
-    Both are within `can_draft` bool [vocabulary], None for all; others do not count.
+    Both distributions are within `can_draft` bool [vocabulary], None for all; a place
+    without such tokens does not count. A drafter may lack the target's last tokens.
     """
     ours, wanted = logits.float(), batch.logits
     if can_draft is not None:

@@ -21,7 +21,7 @@ from jetdraft.errors import CheckpointError
 
 ARCHITECTURE = "ChimeraDrafter"  # What the config of a drafter calls it.
 ROW_TOKENS = 3  # The tokens that the trigram encoder reads.
-# Module, rotated query, key and value [b, heads or kv_heads, n, d] to [b, n, heads, d].
+# Module, rotated query, key, value: [b, heads or kv_heads, n, d] to [b, n, heads, d].
 Attention = Callable[[Any, Tensor, Tensor, Tensor], Tensor]
 
 

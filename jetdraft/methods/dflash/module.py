@@ -1,6 +1,6 @@
-"""DFlash (2602.06036) and DSpark (2607.05147): a head fills a block from states.
+"""DFlash (2602.06036) and DSpark (2607.05147): heads that fill a block from states.
 
-Ids of layers name outputs in its authors' and SpecForge's configs, inputs in
+Ids of layers name outputs in the authors' and SpecForge's configs, inputs in
 speculators' configs.
 """
 

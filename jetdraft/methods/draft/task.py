@@ -193,7 +193,7 @@ class ModelTask(task.Task):
         self.model.set_attn_implementation("sdpa")
 
     def _load_start(self, target: Checkpoint, source: str) -> Any:
-        """Load the drafter's start, set `ids`; raises `PairError`, `OptionError`."""
+        """Load the drafter's start and set `ids`; raises `PairError`, `OptionError`."""
         rows, checkpoint = target.vocab_size, Checkpoint.load(source, torch.float32)
         check_tokens(target, checkpoint)
         if checkpoint.vocab_size != rows:
@@ -429,7 +429,10 @@ def advised_config(
     hidden_size: int | None,
     draft_vocab: int | None,
 ) -> LlamaConfig:
-    """The largest drafter's config in `MAX_READ_SHARE`; raises `CheckpointError`."""
+    """Return the config of the largest drafter within `MAX_READ_SHARE`, or the least.
+
+    Raises `CheckpointError` for a target that cannot be planned.
+    """
     whole = target.model.config.to_dict()
     most = int(target.model.get_output_embeddings().weight.shape[1])
     widths = [hidden_size] if hidden_size else range(WIDTH_STEP, most + 1, WIDTH_STEP)

@@ -105,7 +105,7 @@ class FalconTask(LayerTask):
 def predict_features(
     drafter: Falcon, features: Tensor, ids: Tensor, places: Tensor
 ) -> Tensor:
-    """Features [b, T, h] after next `ids` int64 [b, T] at block `places` int64 [T]."""
+    """Predict features [b, T, h]; next `ids` int64 [b, T], block `places` int64 [T]."""
     size, rows = drafter.config.slots, torch.arange(len(places))
     rows = rows.to(places.device)
     windows = F.pad(features, (0, 0, size - 1, 0)).unfold(1, size, 1)
