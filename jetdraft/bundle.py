@@ -45,7 +45,8 @@ TOKENIZER = "tokenizer.json"
 CHAT_TEMPLATE = "chat_template.jinja"
 STREAMS = "streams.npz"
 SIMILARITY = "similarity.npy"
-# The largest absolute weight of streams: products of larger numbers may overflow.
+# The largest absolute weight of streams. Products of larger numbers may overflow, and
+# NaN would change the text even where it is multiplied by zero.
 MAX_WEIGHT = 1e4
 SAMPLE_RATE = 16_000  # Samples per second of the sound that a speech model reads.
 HOP, WINDOW = 160, 400  # Samples from one frame to the next, and in a frame.

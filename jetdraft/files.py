@@ -106,8 +106,7 @@ def locked(path: Path, wait: bool = False, create: bool = False) -> Iterator[boo
         raise OutputError(
             f"cannot lock {path}: this system has no file locks; use jetdraft on Linux"
         ) from error
-    flags = os.O_CREAT | os.O_RDWR if create else os.O_RDONLY
-    handle = os.open(path, flags, 0o666)
+    handle = os.open(path, os.O_CREAT | os.O_RDWR if create else os.O_RDONLY, 0o666)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         is_free = True

@@ -52,8 +52,7 @@ def _read_text(file: str) -> str:
 
 def _advise(first: int, end: int, advice: int) -> bool:
     size = ctypes.c_size_t(end - first)
-    done = ctypes.CDLL(None).madvise(ctypes.c_void_p(first), size, advice)
-    return int(done) == 0
+    return int(ctypes.CDLL(None).madvise(ctypes.c_void_p(first), size, advice)) == 0
 
 
 def release_files(folder: Path) -> int:

@@ -365,8 +365,7 @@ class Task(ABC):
         """Return losses and acceptance rates, of reached places if known."""
         has_reached = parts[0].reached is not None
         counts = ("reached", "accepted") if has_reached else ("places", "right")
-        names = ("losses", "places", *counts)
-        losses, places, tried, hits = sum_fields(parts, *names)
+        losses, places, tried, hits = sum_fields(parts, "losses", "places", *counts)
         run.check_finite(losses)
         rates = hits / tried.clamp(min=1)
         figures: dict[str, Any] = {

@@ -1,4 +1,7 @@
-"""Gemma 4's assistant: layers over the target's buffers, at their root's position."""
+"""Gemma 4's assistant: layers that attend to the last buffers of the target.
+
+All rows of a draft have the position of its root.
+"""
 
 from dataclasses import dataclass
 from typing import Any
