@@ -7,8 +7,6 @@ Usage:
     model = jetdraft.load("bundle")
     result = model.generate("def fib(n):", max_new_tokens=64)
     print(result.text, result.stats.tokens_per_pass)
-
-Names are imported when they are first used; `import jetdraft` loads no other package.
 """
 
 from importlib import import_module

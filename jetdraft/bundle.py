@@ -39,21 +39,17 @@ from jetdraft.manifest import (
 )
 from jetdraft.parsing import Count, Rule, one_of, read_fields
 
-# Graphs with onnxruntime's own operators; graphs with operators of ai.onnx only; and
-# such graphs without TensorScatter, for a TensorRT that cannot read it.
+# Graphs with onnxruntime's operators, with ai.onnx only, and without TensorScatter.
 CONTRIB, STANDARD, SCATTERED = FLAVOURS = "contrib", "standard", "standard-scatternd"
-# Files of a bundle, see above.
 TOKENIZER = "tokenizer.json"
 CHAT_TEMPLATE = "chat_template.jinja"
 STREAMS = "streams.npz"
 SIMILARITY = "similarity.npy"
-# The largest absolute weight of streams; trained ones are far below. Products of larger
-# numbers may overflow, and NaN would change the text even where it is multiplied by
-# zero.
+# The largest absolute weight of streams. Products of larger numbers may overflow, and
+# NaN would change the text even where it is multiplied by zero.
 MAX_WEIGHT = 1e4
 SAMPLE_RATE = 16_000  # Samples per second of the sound that a speech model reads.
 HOP, WINDOW = 160, 400  # Samples from one frame to the next, and in a frame.
-# Names in `Bundle.graphs`.
 TARGET = "target"
 DRAFTER = "drafter"
 

@@ -106,8 +106,7 @@ def locked(path: Path, wait: bool = False, create: bool = False) -> Iterator[boo
         raise OutputError(
             f"cannot lock {path}: this system has no file locks; use jetdraft on Linux"
         ) from error
-    flags = os.O_CREAT | os.O_RDWR if create else os.O_RDONLY
-    handle = os.open(path, flags, 0o666)
+    handle = os.open(path, os.O_CREAT | os.O_RDWR if create else os.O_RDONLY, 0o666)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         is_free = True
@@ -122,10 +121,7 @@ def locked(path: Path, wait: bool = False, create: bool = False) -> Iterator[boo
 def read_arrays(
     file: Path, refusal: JetdraftError, *names: str
 ) -> dict[str, npt.NDArray[Any]]:
-    """Read the arrays of an uncompressed npz, or those with these `names`.
-
-    Raises `refusal` for other files.
-    """
+    """Read arrays of an uncompressed npz, all or `names`; raises `refusal`."""
     try:
         # numpy leaves files open that it cannot read, unless it was given a handle.
         with file.open("rb") as handle, np.load(handle, allow_pickle=False) as stored:

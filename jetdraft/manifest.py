@@ -14,8 +14,7 @@ from jetdraft.parsing import Count, Rule, Size, in_range, read_json_file
 from jetdraft.recipe import Recipe
 
 MANIFEST = "bundle.json"  # The file of a bundle with its manifest.
-# The file, in a bundle, of the hashes that were checked, and of the sizes, inodes and
-# times of the files at that moment.
+# A bundle's file of checked hashes, with the sizes, inodes and times of the files.
 CHECKED_FILES = Path("profiles", "checked.json")
 SCHEMA_VERSION = 6  # The version of manifests that this jetdraft reads and writes.
 # The fields of a manifest with its schema, and with the hash of all others.
@@ -67,8 +66,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 def check_files(folder: Path, files: dict[str, Any], rehash: bool = False) -> None:
     """Raise `BundleError` unless all files have the bytes and sha256 in `files`.
 
-    To hash gigabytes takes as long as to load them. So `CHECKED_FILES` stores what was
-    hashed; a file with the same size, inode and times is only hashed to `rehash`.
+    A file with the size, inode and times in `CHECKED_FILES` is hashed only to `rehash`.
     """
     stamps, before, now = folder / CHECKED_FILES, dict[str, Any](), {}
     with suppress(OSError, ValueError, TypeError):

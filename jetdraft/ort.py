@@ -1,7 +1,4 @@
-"""Other libraries: imports that may be missing, and silence.
-
-Without onnxruntime any use of `ort` raises `ProviderError`.
-"""
+"""Imports that may be missing, and silence; `ort` raises `ProviderError` if so."""
 
 import logging
 import os
@@ -24,8 +21,7 @@ class _MissingPackage:
 
 def _import_onnxruntime() -> Any:
     """Import onnxruntime without telemetry; a `_MissingPackage` if not installed."""
-    # From 1.29 on its wheels tell Microsoft of each session, and warn on the terminal
-    # where the home cannot be written. Who wants that sets the variable to 0.
+    # From 1.29 on its wheels tell Microsoft of each session, unless the variable is 0.
     os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
     try:
         import onnxruntime

@@ -17,8 +17,7 @@ from jetdraft.errors import printable
 # A whole string, so that the brackets in it do not count, or one bracket.
 _BRACKETS = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[\[{]|[\]}]', re.DOTALL)
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # One half of a surrogate pair.
-# The most characters of an integer of 64 bits, and of an `exact` integer: Python itself
-# refuses a few hundred more.
+# The most characters of an integer of 64 bits, and of an `exact` integer.
 _MAX_DIGITS, _MAX_EXACT_DIGITS = 20, 4000
 _MIN_INTEGER, _MAX_INTEGER = -(2**63), 2**64 - 1
 MAX_SIZE = 2**31 - 1  # Of rows, tokens or bytes that graphs can address.

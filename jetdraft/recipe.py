@@ -11,8 +11,7 @@ from jetdraft.errors import BundleError, OptionError
 
 GRIDS = {"q4_0": 4.5, "q4_1": 5, "q5_0": 5.5, "q5_1": 6, "q8_0": 8.5}
 GRIDS |= {"q4_k": 4.625, "q5_k": 5.625, "q6_k": 6.5625}
-"""llama.cpp's types, which `jetdraft.native` multiplies, and their bits per weight with
-all scales."""
+"""llama.cpp's types, which `jetdraft.native` multiplies: bits per weight in all."""
 
 BITS = {"int2": 2, "int4": 4, "int8": 8} | {g: int(g[1]) for g in GRIDS}
 """Bits per weight of each scheme."""
@@ -44,16 +43,13 @@ RUNGS = {
         *("int8-rtn-b64", "int8-rtn-b32"),
     ),
 }
-"""The recipes that an export tries for each kernel, the cheapest first. All models
-stayed within the bound with the last, which is taken without a measure."""
+"""What an export tries for each kernel, the cheapest first, the last unmeasured."""
 
 FAST_DEFAULTS = {"jetdraft": "q4_k-headq6_k", "onnxruntime": "int4-rtn-b32-head8"}
-"""The recipe of an export that measures nothing; it ruins small models
-(docs/quantization.md)."""
+"""The recipe of an unmeasured export; it ruins small models (docs/quantization.md)."""
 
 ACCURACY_LEVEL = 4
-"""4 stands for int8 activations; with other levels the CPU kernel unpacks every matrix
-on every pass."""
+"""4 is int8 activations; at other levels the CPU kernel unpacks matrices each pass."""
 
 RAISED = {"int2": "int4", "int4": "int8", "q4_0": "q5_0", "q4_1": "q5_1"}
 RAISED |= {"q4_k": "q5_k", "q5_k": "q6_k"}
@@ -243,10 +239,7 @@ class Recipe:
 
     @classmethod
     def for_drafter(cls, target: Recipe, kernel: str = KERNELS[0]) -> Recipe:
-        """The drafter's default for a target's recipe: eight bits, or floats.
-
-        Four bits cost a tenth of its acceptance (docs/log/quantization.md).
-        """
+        """The drafter's default; four bits are too few (docs/log/quantization.md)."""
         if target.has_grids and kernel == KERNELS[0]:
             return cls("q8_0")
         return target if target.bits is None else cls("int8", 32)

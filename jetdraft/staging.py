@@ -77,8 +77,7 @@ def _move_into_place(staging: Path, final: Path) -> None:
     if not final.exists():
         staging.rename(final)
     elif not _exchange_folders(staging, final):
-        # Only file systems without an atomic exchange come here. After a kill between
-        # the two renames the next export to this place moves the old bundle back.
+        # No atomic exchange: after a kill here the next export restores the old bundle.
         aside = _old_folder(final)
         final.rename(aside)
         staging.rename(final)

@@ -25,7 +25,6 @@ from jetdraft.ort import silenced
 MAX_MESSAGE_CHARS = 2000  # The most characters of an error or a warning.
 # The seconds until a signal that came during a finalizer is sent again.
 FINALIZING_SECONDS = 0.01
-# Errors of the system for a file that it does not open, write or examine.
 FILE_ERRORS = (
     *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP),
     *(errno.EISDIR, errno.ENOTDIR, errno.EINVAL),

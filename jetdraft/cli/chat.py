@@ -18,7 +18,6 @@ from jetdraft.runtime.passes.opener import LoadOptions
 from jetdraft.runtime.planning.options import GenerateOptions
 from jetdraft.runtime.text.template import user_message
 
-# What /help prints.
 HELP_TEXT = """/stats       print the stats of the last reply
 /reset       start again
 /save FILE   save the conversation

@@ -97,10 +97,7 @@ def join_decorators(*decorators: Decorator) -> Decorator:
 def keyword_flags(
     record: type[Any], /, *, only: Collection[str] | None = None, **defaults: Any
 ) -> Decorator:
-    """Decorate a command with a flag for each declared field of a record, or of `only`.
-
-    `defaults` replace the record's.
-    """
+    """A flag for each field of a record, or of `only`; `defaults` replace its own."""
     return join_decorators(
         *(_click_option(o, defaults) for o in _chosen_options(record, only))
     )

@@ -204,8 +204,7 @@ def _check_provider(state: Presence, machine: Machine) -> Finding:
     return Finding(what, state.reason, _PROVIDER_FIXES.get(kind, "") if may_run else "")
 
 
-# What to do, by words in the reason why a provider cannot run; the first that occurs
-# counts.
+# What to do, by words in the reason why a provider cannot run; the first counts.
 _PROVIDER_FIXES = {
     "plug-in": "pip install --upgrade 'jetdraft[webgpu]'",
     "libvulkan": "apt install libvulkan1",

@@ -26,7 +26,6 @@ COST_NOTES = {
     PROBES: "for a target that jetdraft train stream has trained",
     FREE: "for a text that repeats itself that often; it drafts nothing else",
 }
-# What is printed instead of methods for the CPU.
 NO_METHODS_LINE = (
     "methods    not predicted: what a further row costs on this CPU was never "
     "measured; on the board: jetdraft tune BUNDLE, jetdraft bench BUNDLE"

@@ -10,8 +10,7 @@ def best_tree(
     """Return the parents of the `budget` likeliest rows, and the chance of each row.
 
     `ranks[d]` has the chances of the first, second, ... child of a right row at d.
-    Rows come likeliest first, from 1; 0 is the root. Greedy insertion is optimal, as a
-    row's chance is the product along its path (Medusa, 2401.10774).
+    Rows come likeliest first. Greedy insertion is optimal (Medusa, 2401.10774).
     """
     parents, depths, chances = list[int](), [0], [1.0]
     heap = list[tuple[float, int, int]]()

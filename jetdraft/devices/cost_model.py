@@ -1,8 +1,6 @@
 """The time and the memory of a pass, from a model's config.json and a device's rates.
 
-    ms(width) = fixed + bytes read / bandwidth + (width - 1) * operations per row / rate
-
-In published figures the two times add up (docs/devices.md has the fit).
+ms(width) = fixed + bytes read / bandwidth + (width - 1) * operations per row / rate
 """
 
 from collections.abc import Mapping
@@ -18,8 +16,7 @@ from jetdraft.parsing import read_json_file
 from jetdraft.recipe import GRIDS, HEAD, SYMMETRIC, Recipe
 
 CONFIG = "config.json"
-# Bytes of a number in a recurrent state, and how often the runtime has each state: in
-# use, and as it was at the end of the prompt.
+# Bytes of a number in a recurrent state; a state is kept twice: now, after the prompt.
 STATE_BYTES, STATE_PLACES = 4, 2
 MAX_SIZE = 10_000_000  # The largest size that a config may have.
 # Sizes that a config must have, and further ones for layers of linear attention.
@@ -30,15 +27,12 @@ LINEAR_SIZES = (
 )
 # Other errors that a config raises whose fields have wrong types.
 _MALFORMED = TypeError, ValueError, AttributeError
-# Bytes of a float on a GPU, and on a CPU: of a weight, a scale, or a number in the KV
-# buffers.
+# Bytes of a float on a GPU, and on a CPU.
 HALF_BYTES, SINGLE_BYTES = 2.0, 4.0
 RUNTIME_MB = 813.0  # A session beside weights and KV; fitted, see docs/devices.md.
-# The most bytes that a draft step should read, as a share of the bytes that a pass of
-# the target reads; reading bounds the time of both (docs/devices.md).
+# The most bytes of a draft step, as a share of a target pass's (docs/devices.md).
 MAX_READ_SHARE = 0.05
-# Tokens to train on for each weight: they leave half of what the usual 20 leave above
-# the loss of endless training. Training costs once, a weight in every draft.
+# Tokens to train on for each weight; training costs once, a weight in every draft.
 TOKENS_PER_WEIGHT = 200
 Config = Mapping[str, Any]
 # The fields that say how many experts a token uses.

@@ -52,8 +52,7 @@ def _read_text(file: str) -> str:
 
 def _advise(first: int, end: int, advice: int) -> bool:
     size = ctypes.c_size_t(end - first)
-    done = ctypes.CDLL(None).madvise(ctypes.c_void_p(first), size, advice)
-    return int(done) == 0
+    return int(ctypes.CDLL(None).madvise(ctypes.c_void_p(first), size, advice)) == 0
 
 
 def release_files(folder: Path) -> int:
@@ -76,10 +75,7 @@ def release_files(folder: Path) -> int:
 
 
 def use_huge_pages() -> int:
-    """Move this process's large, filled mappings to huge pages; return the bytes.
-
-    A pass reads all weights, and each page costs an address. Linux before 6.1 cannot.
-    """
+    """Move large, filled mappings to huge pages (Linux 6.1 on); return the bytes."""
     gathered = 0
     for mapping in _mappings():
         size = mapping.end - mapping.first
@@ -89,8 +85,7 @@ def use_huge_pages() -> int:
         end = mapping.end // HUGE_PAGE * HUGE_PAGE
         for start in range(first, end, _STEP_BYTES):
             stop = min(start + _STEP_BYTES, end)
-            # What was never touched must not grow. A mapping may have such parts:
-            # Linux joins neighbours.
+            # Parts that were never touched must not grow; Linux joins neighbours.
             if _resident_share(start, stop) >= 0.75:
                 _advise(start, stop, _HUGE)
                 gathered += (stop - start) * _advise(start, stop, _COLLAPSE)

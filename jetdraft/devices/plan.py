@@ -1,8 +1,4 @@
-"""Predicts memory and speed of a model on another device.
-
-With an assumed acceptance p the n-th child of a row is right with probability
-p (1 - p)^(n - 1); a chain is a tree of first children.
-"""
+"""Predicts memory and speed of a model on another device."""
 
 import itertools
 from collections.abc import Iterator
@@ -31,7 +27,6 @@ WIDTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 60, 64)  # Rows of a pass.
 SYSTEM_MB = 1500.0  # The system without a desktop; an assumption.
 # The method of plain decoding, and the shapes of drafts.
 NONE, CHAIN, TREE = "none", "chain", "tree"
-# Costs of a draft: passes of the drafter, probes in the target's pass, nothing.
 DRAFTER, PROBES, FREE = "drafter", "probes", "free"
 SCHEMES = ("none", "int8", "int4")  # Quantizations that can be exported.
 # Providers that a plan may be for; all but the CPU are planned as the GPU.
@@ -107,10 +102,7 @@ class Plan:
 
     @property
     def best(self) -> Choice:
-        """The fastest row that this runtime can run, plain decoding included.
-
-        Not free drafts beside a drafter: their acceptance is not the drafter's.
-        """
+        """The fastest row that can run, but not free drafts beside a drafter."""
         has_drafter = any(choice.cost == DRAFTER for choice in self.rows)
         left_out = FREE if has_drafter else None
         choices = [c for c in self.rows if c.width <= WIDEST and c.cost != left_out]
@@ -284,8 +276,7 @@ class Board:
             return sum(self._pass_ms(self.drafter, rows) for rows, _ in levels)
         if cost_kind != PROBES:
             return 0.0
-        # Each row carries a probe for each level; they run through the top layers and
-        # the head only.
+        # Each row carries a probe per level, which run through the top layers and head.
         sizes = self.target.sizes
         share = min(1.0, STREAM_LAYERS / sizes.layers)
         layers = sizes.row_weights
@@ -305,7 +296,7 @@ class Board:
 def expected_levels(rows: int, rate: float, branching: bool) -> list[tuple[int, float]]:
     """Return the drafted rows and the expected accepted rows of each level.
 
-    The tree (`branching`) or chain is the likeliest by the `rate` of first children.
+    The n-th child of a row is right with probability p (1 - p)^(n - 1), p the `rate`.
     """
     ranks = [rate * (1.0 - rate) ** rank for rank in range(rows if branching else 1)]
     parents, chances = best_tree(rows, [ranks] * rows)

@@ -23,7 +23,6 @@ from jetdraft.ort import ort
 from jetdraft.recipe import KERNELS
 
 AUTO = "auto"  # Asks for the fastest of `PROVIDERS` that runs a bundle on this machine.
-# The fix in messages about a provider that does not run.
 PROVIDER_FIX = "choose --provider cpu, or see jetdraft doctor"
 TRIAL_SECONDS = 120.0  # TensorRT builds an engine in a trial.
 
@@ -85,7 +84,6 @@ def check_on_cpu(work: str, provider: str, fix: str, field: str = "") -> None:
 
 
 ProviderOptions = dict[str, str]  # By onnxruntime's names; "1" is true.
-# The options of the CUDA and the WebGPU provider in all sessions.
 CUDA_OPTIONS: ProviderOptions = {
     "device_id": "0",
     "enable_cuda_graph": "1",
@@ -257,8 +255,7 @@ def engine_options(
         "trt_engine_cache_enable": folder is not None,
         "trt_timing_cache_enable": folder is not None,
     }
-    # One profile only, since onnxruntime 1.31 never leaves the first (pull request
-    # 31624).
+    # One profile: onnxruntime 1.31 never leaves the first (pull request 31624).
     return {
         "trt_engine_cache_path": cache,
         "trt_timing_cache_path": cache,

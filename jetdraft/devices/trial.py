@@ -16,7 +16,6 @@ from jetdraft.devices import webgpu
 from jetdraft.errors import ProviderError
 
 GRAPH = Path(__file__).with_name("trial.onnx")  # The graph of a small product, float32.
-# The same product in half precision.
 HALF_GRAPH = Path(__file__).with_name("trial-half.onnx")
 RAN = "ran"  # The last line on stdout after a trial that succeeded.
 # Lines on stdout about the adapter.

@@ -19,7 +19,6 @@ from jetdraft.ort import import_onnx, ort
 
 PLUGIN = "onnxruntime_ep_webgpu"  # The package that holds the plug-in.
 EP_NAME = "WebGpuExecutionProvider"  # onnxruntime's name of the provider.
-# The message of a `ProviderError` without the plug-in.
 MISSING_MESSAGE = "the WebGPU plug-in is not installed; pip install 'jetdraft[webgpu]'"
 # The first version of the plug-in whose values can be bound without a session.
 OLDEST_PLUGIN = (0, 4)
@@ -121,8 +120,7 @@ def check_buffers(file: Path, contract: StepContract) -> None:
 _LOADER = "libvulkan.so.1"  # The library that loads Vulkan's drivers.
 # VK_STRUCTURE_TYPE_INSTANCE_CREATE_INFO and VK_PHYSICAL_DEVICE_TYPE_CPU.
 _INSTANCE, _CPU_TYPE = 1, 4
-# The bytes before `deviceName` and `limits.maxStorageBufferRange` in
-# VkPhysicalDeviceProperties.
+# Bytes before deviceName and maxStorageBufferRange in VkPhysicalDeviceProperties.
 _NAME, _STORAGE_RANGE = 20, 324
 _MAX_DEVICES = 16  # The most devices that are listed.
 

@@ -1,12 +1,8 @@
-"""A folder to learn from use in: lessons, and sets of a drafter's weights.
+"""A folder to learn from use in: lessons in one SQLite file, and sets of weights.
 
-A lesson is what the target chose where drafts were wrong. They lie in one SQLite file
-that only its owner can read; their number, size and age are bounded. Source: Online
-Speculative Decoding (2310.07177).
-
-A set is a folder with the arrays of a graph; its name is the hash of their file.
-`choice.json` names the set that drafts. Sets and choice each appear in one step, so a
-kill at any point leaves one whole set; several processes may share the folder.
+A lesson is what the target chose where drafts were wrong (2310.07177). A set is a
+folder with the arrays of a graph, named by their hash; `choice.json` names the set that
+drafts. Sets and choice appear in one step; several processes may share the folder.
 """
 
 import hashlib
@@ -200,8 +196,7 @@ LEARNED_TYPES = ("float32", "float16", "uint8")  # Indexes are not learned.
 PARTIAL = ".partial-"  # The prefix of a set's folder while it is written.
 VERDICT_TOKENS = 256  # Evaluated with each of two sets before a verdict.
 EARLY_TOKENS = 64  # Evaluated tokens after which a clear loss ends a trial.
-# Standard errors by which worse weights go early: a false alarm in 1 of 700 looks. A
-# trial has several looks: with texts of 16 tokens one trial in 170 ends by chance.
+# Standard errors by which worse weights go early: a false alarm in 1 of 700 looks.
 CLEAR_LOSS = 3.0
 _HASH = re.compile("[0-9a-f]{64}")
 Name = Annotated[
@@ -367,8 +362,7 @@ def judge_trial(before: Tally, after: Tally) -> bool | None:
     """Whether to keep the weights of `after`; None while that is open.
 
     They go if their rate is lower: at `EARLY_TOKENS` by `CLEAR_LOSS` standard errors of
-    the difference, at `VERDICT_TOKENS` in any case. There the error at a rate of 1/2 is
-    0.044: equal weights go every second time, weights worse by it stay one in six.
+    the difference, at `VERDICT_TOKENS` in any case.
     """
     if after.evaluated < EARLY_TOKENS:
         return None

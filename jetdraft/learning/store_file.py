@@ -74,10 +74,7 @@ class StoreFile:
         return not self.path.exists() or not self.path.stat().st_size
 
     def move_damaged(self, error: Exception) -> None:
-        """Move the file aside and warn that a new file is begun.
-
-        Raises `StoreError` for an `error` that is no damage, or another program's file.
-        """
+        """Move the file aside with a warning; `StoreError` unless `error` is damage."""
         if _is_inaccessible(error) or not _is_ours(self.path):
             raise StoreError(
                 f"cannot use the store {self.path} ({error}); choose another file"
@@ -89,9 +86,9 @@ class StoreFile:
         )
 
     def clear(self, table: str, user: str) -> int:
-        """Delete a user's rows of a table; returns their number.
+        """Delete a user's rows of a table, and damaged files; returns the rows' number.
 
-        All files that were moved aside are deleted too. Raises `StoreError`.
+        Raises `StoreError`.
         """
         try:
             with self.connect() as database:

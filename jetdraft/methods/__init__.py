@@ -33,5 +33,4 @@ OWN = (
     *("medusa", "dflash", "diffusion", "block", "stream", "ppd", "forecast", "recall"),
     *("trigram", "cascade"),
 )
-"""jetdraft's own methods, in the order of all tables; their records are in `method.py`
-of the folder of that name."""
+"""The folders of jetdraft's methods, in the order of tables; each has a `method.py`."""

@@ -54,9 +54,8 @@ def record_verdicts(
 ) -> tuple[Float32s, Float32s]:
     """Generate texts; returns the drafter's states [n, h] and verdicts [n], float32.
 
-    They are for the n drafted tokens that the target compared: a verdict is 1 for an
-    accepted token, else 0. `tick` is called after each prompt. Raises `OptionError`
-    without a drafter, `DataError` if too few tokens were compared.
+    A verdict is 1 if the target accepted a token that it compared, else 0. Raises
+    `OptionError` without a drafter, `DataError` if too few tokens were compared.
     """
     hidden, verdicts = list[Float32s](), list[bool]()
     name, proposer = _find_drafting(model)

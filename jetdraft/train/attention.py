@@ -1,8 +1,7 @@
 """The attention of trainings: whole sequences, with streams or under masks.
 
-The rows of a layer with streams are the T rows of the sequence, and then gamma streams
-for each of its C carriers, carrier by carrier. A stream attends only to the sequence
-and to its carrier's streams, so there are C * gamma * (T + gamma) scores of streams.
+The rows of a layer are the T rows of a sequence, then gamma streams for each of its C
+carriers. A stream attends to the sequence and to its carrier's streams only.
 """
 
 from collections.abc import Iterator
@@ -90,10 +89,7 @@ def attend(
     position_bias: Tensor | None = None,
     **extra: Any,
 ) -> tuple[Tensor, None]:
-    """Attend as transformers asks for it: [b, heads, n, d] to [b, n, heads, d].
-
-    A `Masked` model adds its masks; `LAYOUT_ATTRIBUTE` says which rows are streams.
-    """
+    """Attend as transformers asks for it: [b, heads, n, d] to [b, n, heads, d]."""
     masked: Masked | None = getattr(module, _MASKED_BY, None)
     if masked is not None:
         return masked.attend(module, query, key, value, scaling, position_bias), None

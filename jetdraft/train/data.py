@@ -86,11 +86,10 @@ class Corpus:
         prompts_alone: bool = False,
         template: ChatTemplate | None = None,
     ) -> "Corpus":
-        """Read files; sequences have at most `length` and at least `least` tokens.
+        """Read files; sequences have `least` to `length` tokens; raises `DataError`.
 
         The first token of `end` ends each text; a `share` of the sequences validates.
         With `prompts_alone` prompts may lack completions; `template` renders messages.
-        Raises `DataError`.
         """
         reader = _LineReader(
             tokenizer, list(end[:1]), length, least, prompts_alone, template

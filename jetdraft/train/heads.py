@@ -161,10 +161,7 @@ def decayed_means(sums: task.Sums, places: Tensor) -> Tensor:
 
 
 class HeadTask(task.Task):
-    """A head of EAGLE or Medusa; a subclass makes `config` and the drafter.
-
-    Step i in row t predicts token t + 2 + i; the target's row t + 1 + i teaches it.
-    """
+    """A head of EAGLE or Medusa: in step i row t predicts token t + 2 + i."""
 
     config: Any
     taps: tuple[int, ...] = ()
@@ -244,8 +241,7 @@ class LayerSettings(task.DrafterSettings):
 class NextTokenTask(task.Task):
     """A drafter whose row t predicts token t + 1, as the target does.
 
-    Sequences are cut into drafts of `DRAFT_ROWS` rows: later rows may know less. A
-    subclass has `new_config`, `new_drafter` and `hidden`.
+    Sequences are cut into drafts of `DRAFT_ROWS` rows: later rows may know less.
     """
 
     architecture = ""
@@ -318,9 +314,9 @@ class LayerTask(NextTokenTask):
 def sums_by_place(
     losses: Tensor, right: Tensor, learned: Tensor, start: int, size: int = DRAFT_ROWS
 ) -> task.Sums:
-    """Sum losses and right guesses by a row's place in its draft of `size` rows.
+    """Sum losses and right guesses of `learned` rows, bool [b, T], by place in drafts.
 
-    Each `learned` row, bool [b, T], has a value; row t is at (`start` + t) % `size`.
+    Row t is at place (`start` + t) % `size`.
     """
     behind = -(start + learned.shape[1]) % size
     drafts = F.pad(learned, (start, behind)).view(len(learned), -1, size)

@@ -139,7 +139,6 @@ def _cache_keys(batch: Batch) -> list[str]:
     return [cache_key(row[:, : int((row[1] >= 0).nonzero()[-1]) + 1]) for row in rows]
 
 
-# Names of divergences.
 FORWARD_KL, REVERSE_KL = "forward-kl", "reverse-kl"
 JENSEN_SHANNON, TOTAL_VARIATION = "js", "tv"
 BETA = 0.5  # The default weight of Jensen-Shannon.
@@ -172,9 +171,7 @@ PREDICTED_TOKENS = 4  # Tokens of a draft whose acceptance is predicted.
 def rates_by_place(chances: Sequence[Tensor]) -> list[float]:
     """Return the acceptance rate of each token of a draft after all before it.
 
-    `chances` has a text's chances of acceptance by token; drafts start at each token.
-
-        rates_by_place([torch.tensor([1.0, 0.5, 1.0])])  # [0.83, 0.67, 1.0, 0.0]
+    rates_by_place([torch.tensor([1.0, 0.5, 1.0])])  # [0.83, 0.67, 1.0, 0.0]
     """
     accepted, reached = torch.zeros(PREDICTED_TOKENS), torch.zeros(PREDICTED_TOKENS)
     for text in chances:

@@ -1,8 +1,4 @@
-"""Trains a bundle's drafter on the places where its drafts were wrong.
-
-Online Speculative Decoding (2310.07177) trains all weights while the model serves; here
-LoRA (2106.09685) is trained and merged, and the running model judges the result.
-"""
+"""Trains a drafter where its drafts were wrong (2310.07177), by LoRA (2106.09685)."""
 
 import math
 import os

@@ -90,7 +90,6 @@ class Muon(torch.optim.Optimizer):
         return loss
 
 
-# The coefficients and the number of the iterations.
 NEWTON_SCHULZ = (3.4445, -4.775, 2.0315)
 NEWTON_SCHULZ_STEPS = 5
 

@@ -35,10 +35,7 @@ class InsertionSettings(Checked):
 def prompt_logits(
     prompts: Prompts, model: Any, anchors: Tensor, rows: int, cache: Any
 ) -> Tensor:
-    """Run prompt tokens after n rows of each text: logits [b, n, gamma, vocab].
-
-    `anchors` int64 [b, n] are the rows. `cache` has the texts' `rows`, and grows.
-    """
+    """Logits [b, n, gamma, vocab] after rows `anchors` int64 [b, n]; `cache` grows."""
     settings, (size, count) = prompts.settings, anchors.shape
     if settings.prefix:
         for number, layer in enumerate(cache.layers):
@@ -139,8 +136,7 @@ class PromptTask(task.ProbeTask):
     ) -> task.Sums:
         """Return the sums by prompt token; they follow the rows `places.anchors`.
 
-        The loss is KL(p || q), p the target's after the true tokens, q a prompt token's
-        (2405.18628, section 3.3). `right` [gamma, RANKS] counts right guesses by rank.
+        The loss is KL(target || token) (2405.18628, 3.3); `right` is [gamma, RANKS].
         """
         with torch.no_grad():
             outputs = self._model(input_ids=batch.ids, use_cache=True)

@@ -26,9 +26,8 @@ LINKED_BYTES = 1 << 20  # Larger files of the target are linked, not copied.
 class RunFolder:
     """A folder that one training writes, and from which it resumes after a stop.
 
-    `weights` and `settings` name its files, `learned` what is trained. With
-    `add_target` it holds the target's files too. Each file appears whole or not at all.
-    Raises `OutputError` if `path` exists and is no unfinished training.
+    With `add_target` it holds the target's files too. Each file appears whole or not at
+    all. Raises `OutputError` if `path` exists and is no unfinished training.
     """
 
     def __init__(

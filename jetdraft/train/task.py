@@ -21,7 +21,6 @@ from jetdraft.train.run_folder import RunFolder
 from jetdraft.train.teacher import load_target
 from jetdraft.train.written_texts import continuations
 
-# The help of the option `seed`.
 SEED_HELP = "Seed of the random numbers; the same seed gives the same training."
 
 
@@ -166,7 +165,6 @@ class Run:
 
 Tensors = dict[str, Tensor]
 Contents = tuple[dict[str, Any], Tensors]  # A config and tensors for the export.
-# The help of the setting `regenerate`.
 REGENERATE = "Let the target complete the texts itself, and train on what it writes."
 
 
@@ -364,14 +362,10 @@ class Task(ABC):
         return self.figures(run, parts)
 
     def figures(self, run: Run, parts: Sequence[Any]) -> dict[str, Any]:
-        """Return losses and acceptance rates from `Sums`, of reached places if known.
-
-        Without them the rates are of all guesses, and no speed follows from them.
-        """
+        """Return losses and acceptance rates, of reached places if known."""
         has_reached = parts[0].reached is not None
         counts = ("reached", "accepted") if has_reached else ("places", "right")
-        names = ("losses", "places", *counts)
-        losses, places, tried, hits = sum_fields(parts, *names)
+        losses, places, tried, hits = sum_fields(parts, "losses", "places", *counts)
         run.check_finite(losses)
         rates = hits / tried.clamp(min=1)
         figures: dict[str, Any] = {

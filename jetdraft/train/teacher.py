@@ -27,8 +27,7 @@ from jetdraft.train.machine import precision
 def load_target(source: str, learned: str = "heads") -> tuple[Checkpoint, str]:
     """Load a target in float32, and a text to add to the hash of its weights.
 
-    The text identifies the LoRA of streams of mode shared, which is merged; else it is
-    "". `learned` names what is trained. Raises `CheckpointError`.
+    The text identifies a merged LoRA of streams, else "". Raises `CheckpointError`.
     """
     refuse_gguf(source, learned)
     target, tuned = Checkpoint.load(source, torch.float32), ""
@@ -137,10 +136,7 @@ def cache_key(numbers: Tensor) -> str:
 
 
 def logits_at(model: Any, ids: Tensor, rows: Tensor, places: Tensor) -> Tensor:
-    """Return a causal LM's logits [k, vocabulary] after k tokens of a batch.
-
-    Token i is `ids[rows[i], places[i]]`, of int64 [b, T]; the LM head runs for k only.
-    """
+    """A causal LM's logits [k, vocabulary] after the tokens `ids[rows, places]`."""
 
     def choose(head: Any, args: tuple[Tensor]) -> Tensor:
         return args[0][rows, places]
@@ -187,10 +183,7 @@ def check_cache_folder(folder: Path | None) -> None:
 
 
 class TensorCache:
-    """Tensors by key, in safetensors files of a folder that it creates for `owner`.
-
-    Raises `OutputError` if the folder has another owner or cannot be written.
-    """
+    """Tensors by key in a folder that it creates for `owner`; raises `OutputError`."""
 
     def __init__(self, folder: Path, owner: str, process: int = 0) -> None:
         self.folder, self.process = folder, process

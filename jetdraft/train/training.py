@@ -141,8 +141,7 @@ class Training(Run):
     def run(self, report: Report = lambda progress: None) -> dict[str, Any]:
         """Train to the end; returns the figures of the last validation.
 
-        Raises `TrainingError` if the loss is no longer a number. A `KeyboardInterrupt`
-        saves first, and is raised.
+        Raises `TrainingError` for a loss that is no number; an interrupt saves first.
         """
         accelerator = self.accelerator
         check_batch_size(self.options.batch_size, self.processes)

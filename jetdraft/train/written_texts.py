@@ -141,9 +141,9 @@ def _choose_tokens(logits: Tensor, chances: Tensor, ids: Tensor | None) -> Tenso
 class WrittenTexts:
     """The texts that a target writes, in shards of a folder that processes share.
 
-    They have up to `length` tokens and an end in `ends`; `write` makes `batch_size` at
-    a time. A process waits for the files of the others: a barrier allows less time. A
-    run resumes after the last whole shard. `identity` is what the texts depend on.
+    They have up to `length` tokens and an end in `ends`. A process waits for the files
+    of the others. A run resumes after the last whole shard. `identity` is what the
+    texts depend on.
     """
 
     folder: Path
@@ -165,8 +165,7 @@ class WrittenTexts:
     ) -> list[Example]:
         """Return the examples; the target completes the examples at `chosen`.
 
-        A completion is at most the example's own or `length`. `tick` gets the number
-        of texts that this process has written, and of all that it writes.
+        `tick` gets how many texts this process has written, and how many it writes.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         # Texts of one batch should have about the same length.

@@ -70,7 +70,6 @@ class SourceDrafter(DraftModule):
 
         `tokens` and `positions` are int64 [b, m]; the token vocab_size + j is mask j.
         `rows` indexes states [b, m, h]: the result is [1, k, vocab] or [k, vocab].
-        `source` are the model's arguments for its source.
         """
         embed, size = self.get_decoder().embed_tokens, self.config.vocab_size
         states = embed(tokens.clamp(max=size - 1))

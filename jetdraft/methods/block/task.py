@@ -109,9 +109,7 @@ class SourcePupil(Pupil):
 class SourceBlockTask(BlockTask):
     """A drafter for an encoder-decoder, on pairs of a source and a text.
 
-    Encoder and decoder begin as the target's own, so AdamW moves all weights a little.
-    The drafter is shown some tokens and learns the rest (GLAT, 2008.07905): `glancing`
-    times as many as it guesses wrong.
+    It is shown `glancing` times as many tokens as it guesses wrong (GLAT, 2008.07905).
     """
 
     Settings = SourceBlockSettings

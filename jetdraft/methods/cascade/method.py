@@ -1,12 +1,8 @@
-"""A drafter with a cheaper drafter of its own (Cascade Drafting, 2312.11462).
+"""A drafter that reviews a cheaper drafter's tokens (Cascade Drafting, 2312.11462).
 
-Vertical cascade: the drafter reviews the tokens of a cheaper proposer, many in one
-pass. Horizontal cascade: the tokens after its own come from the cheaper proposer.
-
-The paper lets a drafter be lenient with what it reviews. Here a token is taken without
-a review where tokens like it have been right more often than the drafter's own: a
-copied name after a long match. A head, whose rows read what the row before carries,
-cannot review several tokens in a pass: it drafts what follows the trusted tokens.
+A token needs no review where tokens like it were right more often than the drafter's
+own. A head, whose rows read what the row before carries, cannot review several tokens
+in a pass: it drafts what follows the trusted tokens.
 """
 
 from collections.abc import Sequence
@@ -26,12 +22,9 @@ from jetdraft.runtime.sampling.chooser import Chooser
 
 
 class Trial(NamedTuple):
-    """A drafted token, and what was guessed in its place.
+    """A drafted token, and the token that was guessed in its place, taken or not.
 
-    token       the token that was drafted
-    guess       the token that was guessed there, taken or not
-    evidence    what the guess rests on, see `Proposer.evidence`
-    by_drafter  whether the drafter chose the drafted token
+    `evidence` is what the guess rests on, see `Proposer.evidence`.
     """
 
     token: int
@@ -41,10 +34,7 @@ class Trial(NamedTuple):
 
 
 class Trust:
-    """How often guesses, and the drafter's tokens in their places, are right.
-
-    Where guesses are taken the drafter's rate fades to a hopeful prior.
-    """
+    """How often guesses, and the drafter's tokens in their places, are right."""
 
     def __init__(self) -> None:
         self._rates: dict[int, tuple[PositionRates, PositionRates]] = {}
@@ -136,10 +126,7 @@ class CascadeProposer(ModelProposer):
         return Rows.chain([context[-1], *drafted[:budget]], self.traits.kind)
 
     def _draft_own(self, context: list[int], guess: list[int], count: int) -> list[int]:
-        """Let the drafter review a guess; returns its tokens up to the first other.
-
-        A head drafts `count` tokens without a review, once in a round.
-        """
+        """Return the drafter's tokens up to the first that differs from a guess."""
         if self.cache.carry:
             return super().propose(context, count).tokens[1:]
         answer = self.cache.review(context, guess)

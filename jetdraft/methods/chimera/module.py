@@ -1,7 +1,4 @@
-"""Chimera's drafter (2402.15758): a trigram encoder, and one layer over all features.
-
-Row t reads tokens t - 2 to t and the features of row t - 1, and predicts token t + 1.
-"""
+"""Chimera's drafter (2402.15758): a trigram encoder, and a layer over all features."""
 
 from collections.abc import Callable
 from typing import Any
@@ -24,8 +21,7 @@ from jetdraft.errors import CheckpointError
 
 ARCHITECTURE = "ChimeraDrafter"  # What the config of a drafter calls it.
 ROW_TOKENS = 3  # The tokens that the trigram encoder reads.
-# Called with the attention's module, the rotated query [b, heads, n, d], key and value
-# [b, kv_heads, n, d]; returns the mixed values [b, n, heads, d].
+# Module, rotated query, key, value: [b, heads or kv_heads, n, d] to [b, n, heads, d].
 Attention = Callable[[Any, Tensor, Tensor, Tensor], Tensor]
 
 

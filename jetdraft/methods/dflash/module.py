@@ -1,8 +1,7 @@
-"""DFlash (2602.06036): a head that fills a block from the states of its target.
+"""DFlash (2602.06036) and DSpark (2607.05147): heads that fill a block from states.
 
-Ids of layers name outputs in its authors' and SpecForge's configs, inputs in
-speculators' configs. DSpark (2607.05147) has a Markov head, by which each token of a
-block depends on the token before it.
+Ids of layers name outputs in the authors' and SpecForge's configs, inputs in
+speculators' configs.
 """
 
 from collections.abc import Sequence

@@ -63,10 +63,8 @@ class DFlashTask(BlockTask):
     def new_drafter(self, run: Run) -> Dflash:
         """Choose the mask, a token that texts lack, and make a new head."""
         ids = range(run.target.vocab_size)
-        encoder = Tokenizer.from_str(run.target.tokenizer or "")
-        named = set(encoder.get_vocab().values())
+        named = set(Tokenizer.from_str(run.target.tokenizer or "").get_vocab().values())
         counts = Counter(t for text in run.corpus.training for t in text.ids)
-        # The last id without a token, or the rarest id.
         mask = min(reversed(ids), key=lambda token: (token in named, counts[token]))
         self.config = replace(self.config, mask_token=mask)
         return Dflash(self.config, run.target.model)

@@ -193,10 +193,7 @@ class ModelTask(task.Task):
         self.model.set_attn_implementation("sdpa")
 
     def _load_start(self, target: Checkpoint, source: str) -> Any:
-        """Load the drafter's start with the target's rows; sets `ids`, its vocabulary.
-
-        Raises `PairError` for another tokenizer, `OptionError` for two vocabularies.
-        """
+        """Load the drafter's start and set `ids`; raises `PairError`, `OptionError`."""
         rows, checkpoint = target.vocab_size, Checkpoint.load(source, torch.float32)
         check_tokens(target, checkpoint)
         if checkpoint.vocab_size != rows:
@@ -387,8 +384,7 @@ def cost_share(
 ) -> float:
     """Return the bytes that a draft step reads, as a share of a target pass's.
 
-    Both are fields of a config.json. It plans int4 for the target, and int8 for the
-    drafter, of `draft_vocab` tokens or all. `CheckpointError` for other configs.
+    It plans int4 for the target, int8 for the drafter. Raises `CheckpointError`.
     """
     small = Dimensions.of(dict(drafter))
     if draft_vocab is not None:

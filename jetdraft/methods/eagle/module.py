@@ -1,8 +1,4 @@
-"""EAGLE (2401.15077, 2503.01840) and MTP (2412.19437): heads that carry a state.
-
-Row t reads the features of row t and token t + 1, and predicts token t + 2. Its state
-stands for the features of row t + 1 in the next step.
-"""
+"""EAGLE (2401.15077, 2503.01840) and MTP (2412.19437): heads that carry a state."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -59,7 +55,7 @@ class EagleConfig(HeadConfig):
 
 
 class Eagle(DraftModule):
-    """EAGLE-1 or EAGLE-3, with all numerics; MTP is a subclass.
+    """EAGLE: row t reads features of row t and token t + 1, and predicts token t + 2.
 
     features = head.fuse(taps)                      # in the target's graph
     hidden, carried = head(tokens, features, positions)

@@ -55,8 +55,7 @@ class EagleSettings(heads.HeadSettings):
 class EagleTask(heads.HeadTask):
     """Trains EAGLE-3, MTP, or EAGLE-1, which learns features too.
 
-    The files have the authors' layout, and Qwen's for MTP. MTP begins with the target's
-    own head (FastMTP, 2509.18362), or else with a copy of its last layer.
+    MTP begins with the target's head (FastMTP, 2509.18362) or a copy of its last layer.
     """
 
     Settings = EagleSettings

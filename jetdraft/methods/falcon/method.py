@@ -1,7 +1,4 @@
-"""Drafting with a head that drafts k tokens in a pass (Falcon, 2412.12639).
-
-A tree takes a pass for k levels: rows with the same block before them share a guess.
-"""
+"""Drafting with a head that drafts k tokens in a pass (Falcon, 2412.12639)."""
 
 from functools import partial
 

@@ -1,8 +1,6 @@
 """Falcon's drafter (2412.12639): a head whose rows answer for k tokens at a time.
 
-Row t reads features and next tokens of the last k rows, and predicts token t + k + 1.
-Every row of a block of k sees the whole block. A graph's attention is causal: there the
-runtime has a copy of each row after the block, and the mask of a tree.
+A graph's attention is causal: the runtime has a copy of each row after its block.
 """
 
 from dataclasses import replace

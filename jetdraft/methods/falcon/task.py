@@ -1,13 +1,9 @@
-"""How a Falcon drafter is trained: `jetdraft train falcon`.
+"""How a Falcon drafter is trained: coupled glancing distillation (2412.12639).
 
-Coupled sequential glancing distillation (2412.12639):
+Where its tokens are wrong, the first rows of some blocks read what they should predict.
+The loss is of a second prediction in the other rows, for target p and drafter q:
 
-glance    the drafter predicts all rows; where its tokens are wrong, some blocks
-          read in their first rows what these rows should predict, the true
-          features and tokens, so that the rest of a block learns to use them
-learn     the loss is of a second prediction, in the rows that were not shown
-L         SmoothL1(features) + 0.1 (0.9 KL(p || q) + 0.1 CE(argmax p; q)), p the
-          target and q the drafter
+    SmoothL1(features) + 0.1 (0.9 KL(p || q) + 0.1 CE(argmax p; q))
 """
 
 from dataclasses import dataclass, replace
@@ -109,10 +105,7 @@ class FalconTask(LayerTask):
 def predict_features(
     drafter: Falcon, features: Tensor, ids: Tensor, places: Tensor
 ) -> Tensor:
-    """Run the drafter over sequences; return the predicted features [b, T, h].
-
-    `ids` int64 [b, T] are next tokens, `places` int64 [T] rows' places in their blocks.
-    """
+    """Predict features [b, T, h]; next `ids` int64 [b, T], block `places` int64 [T]."""
     size, rows = drafter.config.slots, torch.arange(len(places))
     rows = rows.to(places.device)
     windows = F.pad(features, (0, 0, size - 1, 0)).unfold(1, size, 1)
@@ -129,7 +122,7 @@ def shown_rows(
 ) -> Tensor:
     """Choose the rows, bool [b, T], that read what they should predict.
 
-    They are the first of random blocks, but no last row of a block, and at most `share`
+    They begin random blocks; no block's last row is shown. They are at most `share`
     times as many as the `wrong` rows, bool [b, T], of a sequence.
     """
     blocks = (torch.arange(len(places), device=places.device) + places[0]) // size

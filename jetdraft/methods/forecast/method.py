@@ -9,8 +9,7 @@ from jetdraft.runtime.proposers.proposer import Proposer
 from jetdraft.runtime.trees.shapes import Shape, Static
 
 NAME = "forecast"  # The method, and the mode of such probes in the manifest.
-# The parents of rows 1, 2, ...: three children of the root, and two below each. The
-# likeliest come first, so that a shorter draft has them.
+# The parents of rows 1, 2, ...; the likeliest come first, which a shorter draft keeps.
 BRANCHES, DEPTH = (0, 1, 0, 1, 0, 3, 5, 3, 5), 2
 
 

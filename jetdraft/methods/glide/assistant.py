@@ -1,8 +1,6 @@
-"""Gemma 4's assistant: layers without keys and values of their own.
+"""Gemma 4's assistant: layers that attend to the last buffers of the target.
 
-A row reads the target's state of the row before it and its own token, and attends to
-what the target's last layers with buffers keep: one that sees all rows, and one with a
-sliding window. All rows of a draft have the position of its root.
+All rows of a draft have the position of its root.
 """
 
 from dataclasses import dataclass

@@ -1,7 +1,4 @@
-"""GliDe's drafter (2402.02082): one layer that reads the keys and values of its target.
-
-Row t reads token t and predicts token t + 1.
-"""
+"""GliDe's drafter (2402.02082): a layer that reads its target's keys and values."""
 
 import copy
 from typing import Any
@@ -40,8 +37,7 @@ class Glide(DraftModule):
         y = y + W_o Attention(rotated(W_q y), target's keys, target's values)
         z = y + MLP(norm(y))
 
-    The query is rotated as the target rotates its own; the norm before the LM head is
-    the drafter's.
+    The rotation is the target's; the norm before the LM head is the drafter's.
     """
 
     published, mark = "GliDe", "cross.q_proj.weight"

@@ -1,8 +1,4 @@
-"""Drafting with the target's own lower layers (Kangaroo, 2404.18911).
-
-An adapter of one attention layer maps the lower half's state to what the LM head
-reads. What the lower half computed is kept for the pass that verifies.
-"""
+"""Drafting with the target's lower layers and an adapter (Kangaroo, 2404.18911)."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

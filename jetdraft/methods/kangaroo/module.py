@@ -1,7 +1,4 @@
-"""Kangaroo's adapter (2404.18911): one attention layer after the target's lower half.
-
-Row t reads a state between two layers, and predicts token t + 1.
-"""
+"""Kangaroo's adapter (2404.18911): an attention layer after the lower half."""
 
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,4 @@
-"""Drafting with heads that each guess one token further (Medusa, 2401.10774).
-
-Hydra's (2402.05109) also read the likeliest guesses before their own.
-"""
+"""Heads that each guess one token further (Medusa, 2401.10774; Hydra, 2402.05109)."""
 
 from jetdraft.runtime.proposers.drafter_methods import drafter_method, guess_proposer
 from jetdraft.runtime.proposers.method import TreeOptions

@@ -64,8 +64,7 @@ class GuessingHeads(DraftModule):
             slots=sum(place[0] == "lm_heads" for place in places),
             blocks=len({p[2] for p in places if p[0] in ("blocks", "mlps")}),
         )
-        is_whole = drafted == target.vocab_size
-        return config, None if is_whole else torch.arange(drafted)
+        return config, None if drafted == target.vocab_size else torch.arange(drafted)
 
 
 class Medusa(GuessingHeads):

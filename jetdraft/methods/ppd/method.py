@@ -60,10 +60,7 @@ RESTS = (64, 512)
 
 
 class PromptProposer(ProbeProposer):
-    """Drafts a sparse tree, chosen by the number of guesses from the last round.
-
-    Rounds correct `ranks` and `pass_ms`; it rests where rounds without drafts pay.
-    """
+    """Drafts a sparse tree, chosen by the number of guesses from the last round."""
 
     def __init__(
         self,

@@ -11,9 +11,6 @@ d is the state of a Markov chain over the rounds, and each state has a tree of i
     worth     h_d = f_d - g * pass time + the mean of h over the states that follow
     choose    for each state the tree and the probes with the largest right side, again
               with their own g and h, until g grows no more (Howard, 1960)
-
-The paper scans the sizes of the trees, with one number of slots for all states; a state
-may also have fewer probes than another, or rows that lead to no guess.
 """
 
 import heapq
@@ -147,8 +144,7 @@ def best_plan(
 ) -> SparsePlan:
     """Return the plan of at most `most` drafted rows with the most tokens per ms.
 
-    `rows` holds for all states, `slots` for all passes; 0 leaves them to each state and
-    row. State 0 carries a probe, so there is always something to draft from.
+    `rows` is for all states, `slots` for all passes; 0 lets states and rows differ.
     """
     counts = [min(rows, most)] if rows else range(1, most + 1)
     gamma = len(ranks)

@@ -1,8 +1,4 @@
-"""Drafting from the responses to similar requests; agents often repeat their requests.
-
-Two requests are similar if their mean embeddings point the same way. Where they have
-different words, the new request's words replace the earlier request's in its response.
-"""
+"""Drafting from responses to similar requests, with the words of the new request."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -22,11 +18,9 @@ MIN_SIMILARITY = 0.8  # The cosine from which requests count as similar.
 MAX_SCRIPTS = 4  # The most entries whose responses are followed.
 LONGEST_SLOT = 32  # The most tokens that a replacement takes out or puts in.
 MAX_CHANGES = 64  # The most places at which a response is adapted.
-# The most tokens from the first to the last difference of two requests; the time to
-# compare them grows with the square.
+# The most tokens from the first to the last difference; time grows with the square.
 MAX_COMPARED = 1024
-# The most pairs of equal tokens in two requests that are compared; equal beginnings and
-# ends aside.
+# The most pairs of equal tokens to compare; equal beginnings and ends aside.
 MAX_PAIRS = 1 << 16
 LONGEST_ENDING = 3  # Last tokens of the output that are searched for.
 SEARCHED_TOKENS = 64  # How many tokens ahead a response is searched.

@@ -1,7 +1,4 @@
-"""Drafting with the target itself over selected KV rows (TokenSelect, 2411.02886).
-
-It gains where reading the rows takes longer than reading the weights.
-"""
+"""Drafting with the target itself over selected KV rows (TokenSelect, 2411.02886)."""
 
 from collections.abc import Sequence
 

@@ -59,10 +59,7 @@ class StreamTask(ProbeTask):
         self.settings.check(len(decoder_layers(run.target.model)))
 
     def new_drafter(self, run: Run) -> StreamedModel:
-        """Add streams to the target, with embeddings as large as hidden states.
-
-        With small embeddings LoRA changes the text too (docs/log/training.md).
-        """
+        """Add streams; small embeddings change the text too (docs/log/training.md)."""
         model = run.target.model
         add_adapters(model, self.settings)
         model.set_attn_implementation(IMPLEMENTATION)
