@@ -34,7 +34,7 @@ from tools.forecast.forecast import graph_forecasts
 from tools.forecast.graph_view import SMALL
 from tools.forecast.kernel_table import TABLES
 
-# pytest listens to all loggers, and torch would write its whole trace down for it.
+# pytest would keep all that torch logs in a trace, as this logger does not propagate.
 logging.getLogger("torch.__trace").propagate = True
 
 # jsonschema builds grammars of URIs for seconds when imported; no test checks a URI.

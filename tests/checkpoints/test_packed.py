@@ -177,7 +177,7 @@ def packed_matrices(bundle):
 
 @pytest.fixture(
     scope="module",
-    # Only the integers of each method and bit width count; one checkpoint mixes layers.
+    # Of each method and bit width only the integers count; one checkpoint mixes layers.
     params=[("gptq", 2), ("awq", 1), ("compressed 8", 1)],
     ids=lambda param: param[0],
 )
