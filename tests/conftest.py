@@ -34,8 +34,7 @@ from tools.forecast.forecast import graph_forecasts
 from tools.forecast.graph_view import SMALL
 from tools.forecast.kernel_table import TABLES
 
-# pytest listens to loggers that do not propagate, and torch would write all that it
-# does in a trace down for it.
+# pytest would keep all that torch logs in a trace, as this logger does not propagate.
 logging.getLogger("torch.__trace").propagate = True
 
 # jsonschema builds grammars of URIs for seconds when imported; no test checks a URI.
@@ -63,8 +62,6 @@ def folder_of_traces() -> Path:
 
 
 class SharedTraces(KeptTraces):
-    """Keeps every trace in a folder, as a file named by its fingerprint."""
-
     def __init__(self, folder: Path) -> None:
         super().__init__()
         self.folder = folder
@@ -85,7 +82,6 @@ class SharedTraces(KeptTraces):
 
 def folder_of_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     base = tmp_path_factory.getbasetemp()
-    # Each worker has a folder of its own in the folder of the run.
     return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
 
 
@@ -123,7 +119,6 @@ def once(tmp_path_factory: pytest.TempPathFactory) -> Once:
 
 @pytest.fixture(scope="session", autouse=True)
 def widths_at_once() -> Iterator[None]:
-    """Compare all widths before the first token, not in a thread beside the test."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(survey, "FIRST_MS", 60_000.0)
         yield
@@ -195,8 +190,6 @@ def model(bundle: Path) -> jetdraft.Model:
 
 @pytest.fixture(scope="session")
 def whisper(once: Once) -> Path:
-    """The checkpoint of a tiny Whisper, and a bundle in which it is the drafter too."""
-
     def make(folder: Path) -> None:
         checkpoint = str(whispers.save(folder / "checkpoint"))
         options = ExportOptions(Recipe("none"), max_width=16, fast=True)
@@ -207,7 +200,6 @@ def whisper(once: Once) -> Path:
 
 @pytest.fixture(autouse=True, scope="module")
 def _new_precision_of_file() -> None:
-    """Let the fixtures of a file multiply in their own type; see `_new_precision`."""
     AcceleratorState._reset_state()
 
 

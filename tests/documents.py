@@ -37,7 +37,6 @@ def blocks(document: str) -> Iterator[Block]:
 
 
 def commands(document: str) -> Iterator[tuple[str, list[str]]]:
-    """The place and the words of each command in the blocks, without comments."""
     for block in blocks(document):
         if block.language == SHELL:
             for line in block.text.replace("\\\n", " ").splitlines():
@@ -47,7 +46,6 @@ def commands(document: str) -> Iterator[tuple[str, list[str]]]:
 
 
 def words_of(command: str) -> list[str]:
-    """The words of a command, without a comment and settings of the environment."""
     words = shlex.split(command, comments=True)
     while words and re.fullmatch(r"[A-Z_]+=\S+", words[0]):
         del words[0]
@@ -55,7 +53,6 @@ def words_of(command: str) -> list[str]:
 
 
 def phrases(document: str) -> Iterator[str]:
-    """Every piece of code inside a sentence."""
     for token in (
         MarkdownIt("commonmark").enable("table").parse((ROOT / document).read_text())
     ):

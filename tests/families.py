@@ -1,5 +1,3 @@
-"""Small tokenizers of each family that checkpoints come with."""
-
 from collections.abc import Callable
 
 from tokenizers import (

@@ -1,5 +1,3 @@
-"""Writes tiny GGUF files as llama.cpp's converter does, from random models."""
-
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -71,7 +69,6 @@ def interleaved(rows: np.ndarray, heads: int) -> np.ndarray:
 
 
 def random_bytes(kind: Type, shape: tuple[int, int], seed: int) -> np.ndarray:
-    """A matrix of a type that gguf cannot write: any bits, with sane halves."""
     numbers = np.random.default_rng(seed)
     weights, size = gguf.GGML_QUANT_SIZES[kind]
     blocks = shape[1] // weights
@@ -173,7 +170,6 @@ def _write_weight(
 def _write_stack(
     writer: gguf.GGUFWriter, name: str, stack: torch.Tensor, kind: Type | None
 ) -> None:
-    """Write the experts of a layer, whose gates are a tensor of their own."""
     gate_up = dict(zip(("gate", "up"), stack.chunk(2, 1), strict=True))
     for what, part in ({"down": stack} if "down" in name else gate_up).items():
         place = f"blk.{name.split('.')[2]}.ffn_{what}_exps.weight"

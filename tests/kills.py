@@ -1,10 +1,4 @@
-"""Kill a process that writes a bundle at every point, and look at what is left.
-
-    python -m tests.kills FOLDER [OLD]
-
-Tries it over a bundle with the text OLD, or over nothing, and prints as JSON the
-number of kills and what the output held after them.
-"""
+"""Kill a writer of a bundle at every point: python -m tests.kills FOLDER [OLD]."""
 
 import json
 import os
@@ -29,7 +23,6 @@ CONTRACT = StepContract(100, 32, 8, "float32", ((1, 16),))
 
 
 def fill(folder: Path, text: str, names: tuple[str, ...] = ("target",)) -> None:
-    """Put a small bundle into `folder`; opening checks files, not what is in them."""
     graphs = {}
     for name in names:
         (folder / f"{name}.onnx").write_text(f"{name} {text}")
@@ -51,10 +44,7 @@ def content(folder: Path) -> str:
 
 
 def die(work: Callable[[], object], at: int) -> bool:
-    """Work in a child that is killed before its `at`-th call of a C function.
-
-    Only such calls change the disk. True if the child finished before that.
-    """
+    """Kill a child at its `at`-th call of a C function; True if it finished before."""
     child = os.fork()
     if child == 0:
         calls = 0
@@ -99,10 +89,7 @@ def state(place: Path) -> tuple:
 
 
 def kill_everywhere(folder: Path, before: str | None) -> tuple[int, list[str | None]]:
-    """The kills until a child survived, and what the output held, in that order.
-
-    What follows a kill depends on the disk alone, so no state is looked at twice.
-    """
+    """The kills until a child survived, and what the output held, each state once."""
     at, seen, finished, known = 0, [], False, set()
     while not finished:
         at += 1

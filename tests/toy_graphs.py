@@ -1,12 +1,4 @@
-"""A target with a head, or a drafter that fills a block, made by hand.
-
-Their caches and features can be read by eye. The next token depends on the last token
-and its position, and the head is right about most. Features are (token, position, ...);
-the cache of the head keeps the token and the features of each of its rows, and what it
-carries is `STEP` larger than what it read, plus its token. So nothing that the head
-made itself can hide among its rows. A guess of a block is right as often, but rests on
-the best guess before it unless that token is known.
-"""
+"""A target by hand, with a head or with a drafter that fills a block."""
 
 import shutil
 from dataclasses import replace
@@ -35,6 +27,7 @@ from jetdraft.testing import toy_bundle
 WIDTH, SIZE = 6, 16
 """Numbers of a feature, and of a row in a buffer."""
 
+# A head carries what it read, (token, position, ...), plus STEP and its token.
 STEP = 10_000.0
 """More than any feature of the target."""
 
@@ -80,7 +73,6 @@ METHODS = {
 
 
 def toy_eagle(folder: Path, guesses: np.ndarray = GUESSES) -> Path:
-    """Write the bundle, with the tokenizer and template of `toy_bundle`."""
     return write_toy(folder, HEAD_CONTRACT, guesses)
 
 
@@ -293,7 +285,6 @@ def respelled(bundle: Path, output: Path, tokenizer: Tokenizer) -> Path:
 
 
 def streamed_bundle(folder: Path) -> Path:
-    """Export a tiny checkpoint with random streams to `folder`, in a few seconds."""
     from jetdraft.checkpoints.streams import StreamSettings
     from tests.tiny import exported, llama_config, save_checkpoint, save_streams
 
@@ -306,7 +297,6 @@ def streamed_bundle(folder: Path) -> Path:
 
 
 def _resize(file: Path, old: StepContract, new: StepContract) -> None:
-    """Change the sizes in the declared shapes and the constants of a graph."""
     graph = onnx.load(file, load_external_data=False)
     sizes = {old.slots: new.slots, 1 + old.draft_slots: 1 + new.draft_slots}
     body = graph.graph

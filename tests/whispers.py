@@ -1,5 +1,3 @@
-"""A tiny random Whisper, and sounds for it to hear."""
-
 import io
 import wave
 from pathlib import Path
@@ -49,7 +47,6 @@ def config(**changes: object) -> WhisperConfig:
 
 
 def save(folder: Path, settings: dict[str, object] = MULTILINGUAL, **changes) -> Path:
-    """Write a random Whisper with a tokenizer."""
     torch.manual_seed(0)
     model = WhisperForConditionalGeneration(config(**changes))
     # Else transformers would read the model's config in place of the file.

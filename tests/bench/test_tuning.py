@@ -1,5 +1,3 @@
-"""Measuring with care, for this machine only."""
-
 import json
 import shutil
 from types import SimpleNamespace
@@ -16,7 +14,6 @@ TUNED = "profiles/cpu-1-tuning.json"
 
 @pytest.fixture(scope="module")
 def tuned(bundle, tmp_path_factory):
-    """A bundle that was tuned on one thread, the model, its curve, and the ticks."""
     folder = shutil.copytree(bundle, tmp_path_factory.mktemp("tuned") / "bundle")
     model, ticks = jetdraft.load(folder, threads=1), []
     curve = tune(model, lambda: ticks.append(1))
@@ -30,7 +27,6 @@ def own(tuned, tmp_path):
 
 @pytest.fixture
 def quick(monkeypatch):
-    """Few widths and one turn: the times do not matter."""
     monkeypatch.setattr(tuning, "WIDEST_MEASURED", 2)
     monkeypatch.setattr(tuning, "TURNS", 1)
 

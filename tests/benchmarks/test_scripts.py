@@ -1,5 +1,3 @@
-"""Scripts of benchmarks: ways that take turns, scores, and drafters that grow."""
-
 import json
 import statistics
 from pathlib import Path
@@ -171,11 +169,9 @@ TASKS = {
 
 
 def said_by_probes(folder: Path) -> Tensor:
-    """The logits of prompt tokens behind each fourth row of a text."""
     checkpoint, _ = load_target(str(folder))
     probed = load_probes(checkpoint.model, read_settings(folder), folder, 1.0)
     ids = torch.arange(1, 61)[None]
-    # The target runs as it is, without the hooks that add the probes.
     plain, _ = load_target(str(folder))
     cache = plain.model(input_ids=ids, use_cache=True).past_key_values
     places = Blocks.spread(Batch(ids, ids), 15)

@@ -124,7 +124,6 @@ def test_filters_count_only_where_something_is_drawn(tmp_path):
 
 
 def test_config_json_is_read_where_generation_config_json_is_missing(tmp_path):
-    """As transformers reads BART's; other fields of it are the model's."""
     fields = {"num_beams": 4, "hidden_size": 5, "bad_words_ids": [[6]], "min_p": 0.1}
     (tmp_path / "config.json").write_text(json.dumps(fields))
     found = GenerationFields.read(str(tmp_path))
@@ -135,7 +134,6 @@ def test_config_json_is_read_where_generation_config_json_is_missing(tmp_path):
 
 @pytest.fixture(scope="module")
 def settled(tmp_path_factory):
-    """A checkpoint whose greedy text its own settings change, and its bundles."""
     folder = tmp_path_factory.mktemp("settled")
     source = save_checkpoint(folder / "checkpoint", drafter_config())
     fields = {"do_sample": True, **QWEN, "eos_token_id": [0, 3, 4]}
@@ -208,7 +206,6 @@ def test_a_bundle_without_the_record_still_opens(settled, tmp_path):
 
 
 def test_an_encoder_decoders_settings_may_lie_in_config_json(tmp_path):
-    """As in BART's and Marian's older files: no beams, but never padding."""
     save_source(tmp_path, CONFIGS["marian"])
     (tmp_path / FILE).unlink()
     config = json.loads((tmp_path / "config.json").read_text())
@@ -290,7 +287,6 @@ TOKENIZER_FIELDS = {
 @pytest.mark.parametrize("name", TOKENIZER_FIELDS)
 @pytest.mark.filterwarnings("ignore")
 def test_ids_and_texts_are_those_of_transformers(tmp_path, name):
-    """The fields of tokenizer_config.json: honoured, or the next test finds a line."""
     save_tokenizer(tmp_path)
     file = tmp_path / "tokenizer_config.json"
     changed = json.loads(file.read_text()) | {name: TOKENIZER_FIELDS[name]}

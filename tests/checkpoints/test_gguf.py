@@ -1,5 +1,3 @@
-"""GGUF files and their tokenizers: read as llama.cpp wrote them, or refused."""
-
 import json
 import re
 from unittest.mock import Mock
@@ -45,7 +43,6 @@ SMALL_BUFFERS = ("--capacity", 64, "--max-width", 32)
 
 
 def mixed(name):
-    """As a file of llama.cpp has them: the head is finer, another matrix is left."""
     if "down_proj" in name:
         return Type.F16
     return Type.Q6_K if "v_proj" in name else Type.Q4_K
@@ -63,7 +60,6 @@ QWEN2 = transformers.Qwen2Config(**ONE_LAYER)
 QWEN3 = transformers.Qwen3Config(**ONE_LAYER, head_dim=32)
 SMALL = llama_config(num_hidden_layers=1)
 CASES = {
-    # Two layers, to mix up.
     "llama Q4_0": ("llama", llama_config(num_hidden_layers=2), one(Type.Q4_0)),
     "llama mixed": ("llama", WIDE, mixed),
     "llama Q5_K": ("llama", WIDE, one(Type.Q5_K)),
@@ -83,7 +79,6 @@ MIXTURES = {
 
 @pytest.mark.parametrize("name", MIXTURES)
 def test_experts_keep_their_types(name, tmp_path):
-    """Gates come before the other columns, in one stack."""
     make, kind = MIXTURES[name]
     config = make()
     config.moe_intermediate_size, config.mlp_only_layers = 32, []
@@ -115,7 +110,6 @@ PAIRS = [(c, k) for k in KERNELS for c in CASES if k == KERNELS[0] or "lfm2" not
 
 @pytest.fixture(scope="module", params=PAIRS)
 def case(request, tmp_path_factory):
-    """A file, the model that was written, and the bundle."""
     name, kernel = request.param
     family, config, kinds = CASES[name]
     folder = tmp_path_factory.mktemp("gguf")
@@ -148,7 +142,6 @@ def test_the_bundle_computes_what_the_file_stands_for(case):
 
 
 def test_all_integers_are_in_the_bundle(case):
-    """Those of each matrix that was not left as floats, without a table of its own."""
     written, bundle = case
     tied = written.model.config.tie_word_embeddings
     kept = {n: d for n, d in written.data.items() if tied or "embed_tokens" not in n}
@@ -185,8 +178,6 @@ def test_rows_of_llama_are_turned_back(tmp_path):
 
 
 def copied(noise):
-    """Adds a head: the embedding and some noise, in 8 bits."""
-
     def change(writer):
         [embedding] = [t for part in writer.tensors for t in part.items()][:1]
         stored = quants.dequantize(embedding[1].tensor, Type.Q4_0)
@@ -383,8 +374,6 @@ def with_field(name, value):
 
 
 def of(family, name=None):
-    """Calls a file one of that family, and gives it a field of the family."""
-
     def change(writer):
         with_field("general.architecture", family)["change"](writer)
         adding({f"{family}.{name}": 4} if name else {})(writer)
@@ -487,7 +476,6 @@ def named(**fields):
 
 
 def fields_of(tokens, kind=NORMAL, merges=(), **more):
-    """A vocabulary of letters, and tokens of one type behind them."""
     types = [NORMAL] * 6 + [kind] * len(tokens)
     fields = {"tokens": [*"ab</s>", *tokens], "token_type": types} | more
     return named(model="gpt2", merges=list(merges), **{"pre": "gpt-2"} | fields)
@@ -592,7 +580,6 @@ def test_an_end_by_its_name_is_one_whatever_its_type(end, kind):
 
 
 def test_marks_of_infilling_are_control_tokens():
-    """Without an id in the file the first by its name, as in llama.cpp."""
     tokens = ["<|fim_prefix|>", "<PRE>", "<|file_sep|>"]
     field = fields_of(tokens, USER_DEFINED)
     assert built(field).decode([6, 7, 8]) == "<PRE>"

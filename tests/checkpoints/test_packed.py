@@ -1,5 +1,3 @@
-"""Packed checkpoints by every method, and weights that stay as they are stored."""
-
 import itertools
 import json
 import shutil
@@ -70,7 +68,6 @@ def awq(integers, scales, zeros, bits):
 
 
 def compressed(integers, scales, zeros, bits):
-    """By the library itself, from what the integers stand for."""
     signed = integers.astype(np.float32) - zeros.repeat(GROUP, 1)
     floats = torch.from_numpy(signed * scales.astype(np.float32).repeat(GROUP, 1))
     arguments = QuantizationArgs(
@@ -132,7 +129,6 @@ def rewrite(folder, tensors, **settings):
 
 
 def quantize(folder, pack, settings, symmetric=False):
-    """Replace a checkpoint's linear layers; their integers, scales and zeros."""
     tensors, found = load_file(folder / "model.safetensors"), {}
     for seed, key in enumerate([key for key in tensors if "_proj" in key]):
         shape, name = tuple(tensors.pop(key).shape), key.removesuffix(".weight")
@@ -171,7 +167,6 @@ def test_the_integers_are_read_as_they_were_packed(base, name):
 
 
 def packed_matrices(bundle):
-    """The weights of all MatMulNBits, of which q, k and v are one."""
     graph = onnx.load(bundle / "target.onnx").graph
     constants = {each.name: each for each in graph.initializer}
     return [
@@ -182,18 +177,15 @@ def packed_matrices(bundle):
 
 @pytest.fixture(
     scope="module",
-    # Each method and each number of bits: from its integers on, nothing else of a
-    # format counts. One checkpoint has layers to mix up.
+    # Of each method and bit width only the integers count; one checkpoint mixes layers.
     params=[("gptq", 2), ("awq", 1), ("compressed 8", 1)],
     ids=lambda param: param[0],
 )
 def packed_bundle(request, tmp_path_factory):
-    """A checkpoint, the numbers it was packed from, its bits and its bundle."""
     name, layers = request.param
     folder = tmp_path_factory.mktemp("packed")
     source = save_checkpoint(folder / "source", llama_config(num_hidden_layers=layers))
     numbers = quantize(source, *FORMATS[name])
-    # Whatever the recipe says of the rest.
     export(str(source), folder / "bundle", options=quick())
     return source, numbers, FORMATS[name][1]["bits"], folder / "bundle"
 
@@ -219,7 +211,6 @@ def test_they_go_straight_into_the_graph(packed_bundle):
 
 
 def eager_logits(source):
-    """What transformers computes with the floats that the integers stand for."""
     model = Checkpoint.load(str(source), torch.float32).model
     model.set_attn_implementation("eager")
     with torch.no_grad():
@@ -260,7 +251,6 @@ def shuffled(seed):
     ],
 )
 def test_inputs_in_another_order(base, flavour, seed, products):
-    """With one order q, k and v are one product, with three they are three."""
     settings = {**FORMATS["gptq"][1], "desc_act": True}
     integers, scales, zeros = quantize(base, shuffled(seed), settings, symmetric=True)[
         Q
@@ -300,7 +290,6 @@ def test_a_standard_graph_has_no_zeros(base, tmp_path):
 
 
 def test_a_scale_per_output_becomes_blocks_with_the_same_scale(base):
-    """As bitsandbytes and int-quantized have it."""
     tensors = load_file(base / "model.safetensors")
     weight = tensors[f"{Q}.weight"]
     largest = weight.abs().amax(1)
@@ -315,7 +304,6 @@ def test_a_scale_per_output_becomes_blocks_with_the_same_scale(base):
 
 
 def test_a_last_group_may_be_shorter(base):
-    """96 inputs in groups of 64: the scale changes once, after 64."""
     quantize(base, *FORMATS["gptq"])
     name = "model.layers.0.mlp.down_proj"
     tensors = load_file(base / "model.safetensors")
@@ -414,7 +402,6 @@ ROW = torch.arange(30)[None]
 
 @pytest.fixture
 def half(tmp_path):
-    """A checkpoint of one layer whose file holds halves."""
     folder = save_checkpoint(tmp_path / "half", llama_config(num_hidden_layers=1))
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
     model.half().save_pretrained(folder)

@@ -1,6 +1,3 @@
-"""Checkpoints that are another model than their config says, of no known kind, or in
-a folder whose files cannot be read."""
-
 import json
 from functools import partial
 
@@ -41,12 +38,10 @@ def test_a_config_with_fewer_layers_than_its_weights(tmp_path):
     ],
 )
 def test_what_else_is_left_unread(read, unread):
-    """MTP modules, which --head reads, and parts of layers that are read."""
     check_unread("folder", read, unread)
 
 
 def test_each_stack_has_its_own_layers(tmp_path):
-    """A module of MTP excuses its own layer only."""
     read = ["encoder.block.3.w", "decoder.block.1.w"]
     with pytest.raises(CheckpointError, match=r"decoder\.block\.2\.w, .* 2 such"):
         check_unread("folder", read, ["decoder.block.2.w", "encoder.block.3.mask"])
@@ -85,7 +80,6 @@ CASES = {
 
 
 def refusal(folder, output) -> str:
-    """Why a folder is refused, in one line that points to the documents."""
     with pytest.raises(UnsupportedModelError) as caught:
         export(str(folder), output)
     message = str(caught.value)
@@ -113,7 +107,6 @@ def test_what_is_refused_is_said_with_the_way_on(tmp_path):
 
 
 def test_fields_of_parts_that_a_model_lacks_refuse_nothing(tmp_path):
-    """Of a hybrid of attention alone, and of others."""
     config = llama_config(num_local_experts=0, kv_lora_rank=None)
     config.save_pretrained(tmp_path / "llama")
     check_exportable(str(tmp_path / "llama"))

@@ -1,5 +1,3 @@
-"""Bundles that tests may damage."""
-
 import shutil
 from pathlib import Path
 
@@ -12,7 +10,6 @@ from tests import manifests
 
 @pytest.fixture(scope="session")
 def bundle(bundle: Path) -> Path:
-    """The pair's bundle with its first widths measured: no command announces that."""
     for threads in (None, 1):
         with jetdraft.load(bundle, threads=threads) as model:
             model.parts.survey.begin()
@@ -21,7 +18,6 @@ def bundle(bundle: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No command takes so long here that it has to tell its progress."""
     monkeypatch.setattr(console, "SECONDS_BETWEEN_LINES", 600.0)
 
 

@@ -30,7 +30,6 @@ CONTENDERS = [
 
 @pytest.fixture(scope="module")
 def bench(bundle, tmp_path_factory):
-    """One run over a prompt as text and one as ids."""
     folder = tmp_path_factory.mktemp("bench")
     prompts = folder / "prompts.jsonl"
     lines = [{"prompt": " the self the self"}, {"token_ids": [5, 6, 7, 5, 6, 7]}]
@@ -60,7 +59,6 @@ def test_every_method_and_length_has_a_row_and_plain_decoding_two(bench):
         if row["method"] == "draft" and row["num_draft_tokens"]:
             assert len(row["accepted_by_position"]) <= row["num_draft_tokens"]
             assert f"draft:{row['num_draft_tokens']}" in row["rounds_by_choice"]
-    # All exact contenders write the same texts, so their ratio is one number.
     ratios = {
         round(row["characters_per_second"] / row["tokens_per_second"], 6)
         for row in rows
@@ -164,7 +162,6 @@ def test_energy_is_measured_where_there_are_monitors(bundle, tmp_path, monkeypat
     report = tmp_path / "out.json"
     flags = ("--methods=lookup", "--lengths=2", "--output", report)
     assert "tokens/J" in succeed("bench", bundle, *flags, *QUICK).stdout
-    # 10 watts all the time.
     for row in json.loads(report.read_text())["rows"]:
         assert 0 < row["tokens_per_joule"] <= row["tokens_per_second"] / 10 * 1.5
 

@@ -1,5 +1,3 @@
-"""jetdraft export, also by optimum: what it writes and refuses, and its progress."""
-
 import json
 import os
 import re
@@ -50,7 +48,6 @@ def nothing_written(output: Path):
 def test_export_makes_a_bundle_that_generates(pair, output):
     flags = ("--drafter", pair.drafter, "--quantize=int4", "--block-size=32")
     sizes = ("--capacity=64", "--max-width=16")
-    # The drafter is quicker to export than the target.
     result = succeed("export", pair.drafter, *flags, *sizes, "-o", output)
     assert result.stdout == ""
     made = Bundle.open(output)
@@ -67,7 +64,6 @@ def test_export_makes_a_bundle_that_generates(pair, output):
 
 @pytest.fixture(scope="module")
 def measured(pair, tmp_path_factory):
-    """An export that chooses its recipe by the model's own text: bundle and result."""
     output = tmp_path_factory.mktemp("measured") / "bundle"
     small = "--max-width=4096"  # more than the capacity: narrowed to it
     result = succeed("export", pair.drafter, "-o", output, "--capacity=64", small)
@@ -137,7 +133,6 @@ def mamba(folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def others(pair, tmp_path_factory) -> dict[str, Path]:
-    """Checkpoints that no export takes, by the names that a command line has."""
     folder = tmp_path_factory.mktemp("others")
     (folder / "empty").mkdir()
     toy_bundle(folder / "bundle")
@@ -296,7 +291,6 @@ def export(monkeypatch, capsys):
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """The files of a bundle; what was measured on this machine does not count."""
     files = (file for file in folder.iterdir() if file.is_file())
     return {file.name: file.read_bytes() for file in files}
 
@@ -316,8 +310,7 @@ def test_help_has_the_options_of_jetdraft_export(export, flag):
 def test_the_bundle_is_that_of_jetdraft_export(export, pair, tmp_path):
     given = ("--quantize=int8", "--block-size", 32)
     sizes = ("--capacity=64", "--max-width", 16)
-    # One model is enough, and the drafter is the quicker one to export. A drafter that
-    # is refused, below, shows that --drafter is passed on.
+    # The drafter is quicker to export; a refusal below shows that --drafter is passed.
     code, *_ = export("jetdraft", *given, pair.drafter, tmp_path / "ours", *sizes)
     assert code == 0
     jetdraft("export", pair.drafter, "-o", tmp_path / "plain", *given, *sizes)

@@ -1,5 +1,3 @@
-"""jetdraft generate, transcribe and chat: what they print, and what they refuse."""
-
 import json
 import os
 import pty
@@ -220,8 +218,7 @@ def test_a_locale_without_the_letters_of_a_text_loses_nothing(bundle):
     assert json.loads(fields)["text"] == "ä漢"
 
 
-# Slow enough to be interrupted, and with Ctrl-C as a terminal would have it: a shell
-# may have switched it off for what it runs in the background.
+# Slow enough to interrupt. A shell may have switched Ctrl-C off in the background.
 SLOW = """
 import signal, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -344,7 +341,6 @@ def test_bad_files_and_bundles_are_refused(whisper, bundle, file, tmp_path):
     assert_refused(jetdraft("generate", heard, "-p", "hi"), "jetdraft transcribe")
     result = jetdraft("chat", heard, stdin="hello\n")
     assert_refused(result, "hears, and reads no text", "jetdraft transcribe")
-    # These two describe the bundle first.
     for verb in ("check", "bench"):
         result = jetdraft(verb, heard)
         assert result.exit_code == 2
@@ -423,7 +419,6 @@ def read_until(fd, wanted, seconds=60.0):
 
 @contextmanager
 def terminal(*arguments):
-    """A chat in a terminal, and the terminal."""
     ours, theirs = pty.openpty()
     command = [sys.executable, "-c", INTERRUPTIBLE, "chat", *map(str, arguments)]
     process = subprocess.Popen(

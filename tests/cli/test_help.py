@@ -1,5 +1,3 @@
-"""The verbs, what their help says of every option, and how an option is declared."""
-
 import errno
 import inspect
 import os
@@ -121,7 +119,6 @@ def test_no_long_option_means_two_things():
     meanings = defaultdict(lambda: defaultdict(list))
     for words, command in COMMANDS.items():
         for param in options(command):
-            # A choice of texts is a text that is checked sooner.
             kind = "text" if param.type.name == "choice" else param.type.name
             kind = kind.removesuffix(" range")
             shorts = tuple(sorted(param.opts))

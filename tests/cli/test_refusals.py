@@ -1,5 +1,3 @@
-"""What the verbs refuse, each in one line that says what to do."""
-
 import json
 import os
 import shlex
@@ -27,7 +25,6 @@ FILES = {
 """Files in the folder {tmp}."""
 
 REFUSED = [
-    # The text's beginning and end.
     ("generate {bundle}", "give one prompt: TEXT"),
     ("generate {bundle} -p text --prompt-file {tmp}/text", "give one prompt: TEXT"),
     ("generate {bundle} --prompt-file {tmp}/nothing", "cannot read"),
@@ -42,13 +39,11 @@ REFUSED = [
     ("generate {bundle} -n 24 -t 1 -p " + "x" * 257, ("257", "256")),
     (GENERATE + "--stop ''", "stop string is empty"),
     (GENERATE + "--repetition-penalty -1", "repetition penalty"),
-    # Constraints.
     (GENERATE + "--json-schema {tmp}/no-json", "not JSON"),
     (GENERATE + "--json-schema {tmp}/wrong-type", "/properties/a"),
     (GENERATE + "--grammar {tmp}/wrong-grammar", "1(12)"),
     (GENERATE + "--grammar {tmp}/nothing", "cannot read"),
     (GENERATE + "--grammar {tmp}/latin", "cannot read"),
-    # Providers, methods and their options.
     (GENERATE + "--provider=abacus", "unknown provider 'abacus'"),
     (GENERATE + "--provider=cuda", "or export with --provider cuda"),
     (GENERATE + "--provider=tensorrt", "or export with --provider tensorrt"),
@@ -59,7 +54,6 @@ REFUSED = [
         "generate {lone} -p x --method draft",
         ("no method 'draft'", "export with --drafter"),
     ),
-    # Bundles.
     ("generate {tmp}/nothing -p x", "no bundle at"),
     ("generate {tmp} -p x", "has no bundle.json"),
     ("check --no-run {tmp}/nothing", "no bundle at"),
@@ -70,7 +64,6 @@ REFUSED = [
         ("is a bundle, and a plan reads checkpoints", "was exported from"),
     ),
     ("bench {lone} --methods draft", ("'draft'", "auto, none, lookup")),
-    # Files of prompts and reports.
     (BENCH + "--prompts {tmp}/nothing", "cannot read"),
     (BENCH + "--prompts {tmp}/latin", "UTF-8"),
     (BENCH + "-o {tmp}/no/out.json", "out.json"),
@@ -118,7 +111,6 @@ PROMPTS = [
 
 @pytest.fixture(scope="module")
 def places(bundle, lone_bundle, tmp_path_factory) -> dict[str, Path]:
-    """The folders that a command line names in braces."""
     folder = tmp_path_factory.mktemp("refused")
     for name, content in FILES.items():
         data = content if isinstance(content, bytes) else content.encode()

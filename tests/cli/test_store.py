@@ -24,7 +24,6 @@ SHORT = ("--max-new-tokens", "8", "--threads", "1")
 @pytest.fixture
 def store(bundle, tmp_path):
     file = tmp_path / "store.sqlite"
-    # A method that does not draft from the store keeps the response all the same.
     for prompt, method in ((" the self", "draft"), (" def return", "auto")):
         of_ann = ("--store", file, "--drafting", "user=ann", "--method", method)
         succeed("generate", bundle, "-p", prompt, *of_ann, *SHORT)

@@ -186,7 +186,6 @@ COMMON = {
 
 @pytest.mark.parametrize("name", trainers.list_commands(click.Context(trainers)))
 def test_all_trainings_have_the_same_options_and_a_row_of_their_own(name):
-    """A field of the settings is the flag, and the page lists all flags."""
     command = trainers.get_command(click.Context(trainers), name)
     options = [p for p in command.params if isinstance(p, click.Option)]
     flags = [next(n for n in p.opts if n.startswith("--")) for p in options]

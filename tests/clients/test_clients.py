@@ -1,8 +1,4 @@
-"""Clients of other people, unmodified, against the toy; `scripts/clients` runs this.
-
-Each has an environment of its own in the folder that JETDRAFT_CLIENTS names. A script
-uses it there, and ends with an error if anything is not as the client has it.
-"""
+"""Other people's clients against the toy; `scripts/clients` sets JETDRAFT_CLIENTS."""
 
 import os
 import shutil

@@ -1,7 +1,4 @@
-"""What clients of other people ask, in the environment of each: CLIENT ADDRESS.
-
-The imports of a client are in its function, since an environment has one client.
-"""
+"""Requests of other people's clients, in the environment of each: CLIENT ADDRESS."""
 
 import asyncio
 import sys
@@ -31,7 +28,6 @@ class Person(BaseModel):
 
 
 def refusal(kind: type[Any], ask: Callable[..., object], **fields: Any) -> Any:
-    """The error of a request that is refused."""
     try:
         ask(**fields)
     except kind as error:
@@ -45,7 +41,6 @@ def read_sensor(sensor: Literal["left", "right"]) -> str:
 
 
 def use_openai() -> None:
-    """Chats, completions, streams, tools, forms and predictions."""
     import openai
 
     client = openai.OpenAI(**WAY)
@@ -89,7 +84,6 @@ def _use_responses(answers: Any, greedy: dict[str, Any], error: type[Any]) -> No
 
 
 def use_anthropic() -> None:
-    """Messages, streams, tools, forms and models."""
     import anthropic
 
     client = anthropic.Anthropic(base_url=ADDRESS, api_key="none")
@@ -120,7 +114,6 @@ def use_anthropic() -> None:
 
 
 def use_ollama() -> None:
-    """Chats, texts, streams, tools, forms and models."""
     import ollama
 
     client = ollama.Client(host=ADDRESS)
@@ -152,7 +145,6 @@ def use_ollama() -> None:
 
 
 def use_langchain_openai() -> None:
-    """Chats with both APIs, streams, tools and forms; texts in a batch."""
     from langchain_openai import ChatOpenAI, OpenAI
 
     for new in (False, True):
@@ -173,7 +165,6 @@ def use_langchain_openai() -> None:
 
 
 def use_llama_index() -> None:
-    """Chats, texts, streams, calls and forms."""
     from llama_index.core.llms import ChatMessage
     from llama_index.core.prompts import PromptTemplate
     from llama_index.core.tools import FunctionTool
@@ -194,7 +185,6 @@ def use_llama_index() -> None:
 
 
 def use_litellm() -> None:
-    """One client for three APIs: chats, streams, tools and forms."""
     import litellm
 
     bases = {"openai/toy": f"{ADDRESS}/v1", "anthropic/toy": ADDRESS}
@@ -215,7 +205,6 @@ def use_litellm() -> None:
 
 
 def use_instructor() -> None:
-    """Forms by tools, which is the default, and by a schema; also as they come."""
     import instructor
     from openai import OpenAI
 
@@ -234,7 +223,6 @@ def use_openai_agents() -> None:
 
 
 async def _use_agents() -> None:
-    """Agents with both APIs: answers, streams, a tool and a form."""
     import agents
     from agents import Agent, Runner
     from openai import AsyncOpenAI

@@ -1,5 +1,3 @@
-"""Profiles of boards, what their files say, and what Linux does with memory."""
-
 import mmap
 import platform
 import shutil
@@ -129,7 +127,6 @@ def test_a_rail_that_vanishes_midway_leaves_no_figure(tmp_path):
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_mapped_files_leave_memory_and_come_back(tmp_path):
-    """Only the files of the folder, and not what was written."""
     size = 1 << 20
     arrays = {}
     for folder, mode in (("own", "r"), ("written", "c"), ("other", "r")):

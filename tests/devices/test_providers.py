@@ -1,5 +1,3 @@
-"""Providers: which can run, and the plug-in of WebGPU with its drivers."""
-
 import subprocess
 import sys
 from dataclasses import replace
@@ -125,8 +123,6 @@ def test_commands(tmp_path):
 
 
 class Session:
-    """The two calls of an onnxruntime session that say which provider runs a node."""
-
     def __init__(self, providers, nodes):
         self.providers, self.nodes = providers, nodes
 
@@ -214,7 +210,6 @@ def test_onnxruntime_takes_texts():
 
 @pytest.mark.parametrize("changed", list(MACHINE))
 def test_engines_of_the_same_machine_are_kept(tmp_path, recwarn, changed):
-    """Those of another version are built again."""
     folder = engine_folder(tmp_path / "engines", MACHINE)
     (folder / "an.engine").write_text("built")
     assert engine_folder(tmp_path / "engines", MACHINE) == folder

@@ -1,5 +1,3 @@
-"""Bundles of tiny targets with published heads, each exported once for all tests."""
-
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -24,8 +22,6 @@ OF_TAPS: dict[str, Any] = {"eagle_aux_hidden_state_layer_ids": TAPS}
 
 
 class Kind(NamedTuple):
-    """A published head: its method, its files, and the layers of its target."""
-
     method: str
     layout: Callable[[], tuple[dict[str, Any], dict[str, Tensor]]]
     layers: int = 1
@@ -34,7 +30,6 @@ class Kind(NamedTuple):
 
 KINDS = {
     "eagle1": Kind("eagle", layouts.eagle1),
-    # Embedding and LM head are the target's.
     "eagle1-tied": Kind(
         "eagle", partial(layouts.eagle1, fc_bias=False, embedding=False)),
     "eagle3": Kind("eagle", partial(layouts.eagle3, **OF_TAPS), 3),
@@ -50,13 +45,11 @@ KINDS = {
         f"{kind}-dspark": Kind("dflash", partial(layouts.dspark, kind, taps=TAPS), 3)
         for kind in ("authors", "nested", "speculators")
     },
-    # It reads no layer of its target.
     "diffusion": Kind("diffusion", layouts.diffusion),
 }  # fmt: skip
 
 
 def _module(prefix: str, *names: str, **layer: Any) -> dict[str, Tensor]:
-    """The tensors of an MTP module: two norms, their join, a last norm, a layer."""
     norms = {f"{name}.weight": layouts.norm() for name in names if name != names[2]}
     fc = {f"{names[2]}.weight": rand(H, 2 * H)}
     own = {prefix + name: tensor for name, tensor in (norms | fc).items()}

@@ -21,7 +21,6 @@ def graphs(bundle):
 
 
 def drafts_of(bundle, method, **drafting):
-    """Each context of a greedy text with its draft of 3 tokens, and the statistics."""
     drafts = []
     with jetdraft.load(bundle.path, threads=1) as model:
         record = methods()[method]

@@ -118,7 +118,6 @@ def traced(checkpoint: Checkpoint, contract: StepContract) -> ir.Model:
 
 
 def transformers_logits(config, weights, tokens=TOKENS) -> np.ndarray:
-    """What transformers computes for all tokens at once, with its eager attention."""
     model = transformers.AutoModelForCausalLM.from_config(
         config, attn_implementation="eager"
     ).eval()
@@ -152,7 +151,6 @@ def case(request, tmp_path_factory):
 
 
 def run(graph: Graph, start: int, end: int) -> np.ndarray:
-    """Logits of these tokens, which must come next, and count them as committed."""
     assert graph.cache.length == start
     logits = graph.run(TOKENS[start:end]).logits.copy()
     graph.cache.advance(end - start)
@@ -257,7 +255,6 @@ def test_half_precision_becomes_as_few_nodes(tmp_path):
 
 
 def refusal(folder, capacity: int = CAPACITY) -> str:
-    """Why the checkpoint cannot become a graph; fails if it can."""
     with pytest.raises(UnsupportedModelError) as caught:
         _through_the_whole_path(folder, capacity)
     assert isinstance(caught.value, CheckpointError)
@@ -335,7 +332,6 @@ def test_frequencies_that_change_within_the_capacity_are_refused(name, tmp_path)
     "name", ["bloom", "deepseek_v2", "llava", "lfm3", "qwen3_vl_moe", "stablelm"]
 )
 def test_a_family_is_what_the_table_says(name, tmp_path):
-    """`scripts/fuzz families` tries all of them."""
     outcome = families.try_family(name, tmp_path)
     assert families.title(outcome) == families.documented(families.PAGE)[name]
 
@@ -359,11 +355,7 @@ of_states = pytest.mark.parametrize("family", HYBRIDS, indirect=True)
 
 @contextmanager
 def row_by_row(model):
-    """Gated delta rules are computed by transformers' function for decoding.
-
-    Its function for prompts sums chunks of 64 rows: its logits are up to 2.5e-4 away
-    from float64, more than the tolerance, and row by row they are up to 0.9e-4 away.
-    """
+    """Use transformers' rule for decoding; its rule for prompts is 2.5e-4 off."""
     with pytest.MonkeyPatch.context() as patch:
         scope = sys.modules[type(model).__module__]
         by_row = getattr(scope, "torch_recurrent_gated_delta_rule", None)
@@ -380,7 +372,6 @@ def graph_of(checkpoint: Checkpoint, file: Path, capacity: int) -> Graph:
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def family(request, tmp_path_factory):
-    """One family, traced once: its graph, and what transformers says of its weights."""
     config, folder = FAMILIES[request.param](), tmp_path_factory.mktemp("recurrent")
     checkpoint = load(config, folder / "checkpoint")
     with row_by_row(checkpoint.model):
@@ -409,9 +400,7 @@ def settled_states(graph: Graph) -> list[bytes]:
 
 @pytest.mark.parametrize("length", [1, 63, 500])
 def test_a_prompt_in_chunks_equals_transformers(family, length):
-    """In passes of 32 rows, the last of which is filled up where they are many."""
     graph, expected = family.graph, family.expected
-    # Otherwise this, and everything below, would prove little.
     assert expected.std(axis=-1).min() > 0.1
     restart(graph)
     for start in range(0, length, 32):
@@ -433,7 +422,6 @@ def test_weights_of_half_precision_are_converted_in_every_layer(name, tmp_path):
 
 @pytest.mark.parametrize("accepted", range(DRAFT + 1))
 def test_the_state_after_every_outcome_is_that_of_row_by_row(family, accepted):
-    """To the bit: of a pass whose last rows are wrong, and of the passes after it."""
     graph, width = family.graph, DRAFT + 1
     prompt, true = TEXT[:21], TEXT[21 : 21 + width]
     restart(graph, prompt)
@@ -456,7 +444,6 @@ def test_the_state_after_every_outcome_is_that_of_row_by_row(family, accepted):
 
 @of_states
 def test_ways_back(family):
-    """Lead to the beginning and to the states that were marked, nowhere else."""
     graph, cache = family.graph, family.graph.cache
     restart(graph, TEXT[:20])
     cache.mark()
@@ -479,7 +466,6 @@ def test_ways_back(family):
 
 @of_states
 def test_rows_that_cannot_be_committed(family):
-    """Rows that no pass has run, and a part of a wide pass, which keeps no rows."""
     restart(family.graph, TEXT[:4])
     with pytest.raises(ValueError, match="cannot commit 1 rows of a pass over 0"):
         family.graph.cache.advance(1)

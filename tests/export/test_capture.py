@@ -51,7 +51,6 @@ COMPUTED_ON_HOST |= {"Unsqueeze", "Slice", "Reshape"}
 
 
 def copied_to_device(file):
-    """Nodes that take a size of the pass where they compute."""
     graph = onnx.load(file, load_external_data=False).graph
     constants, sizes, found = {each.name for each in graph.initializer}, set(), []
     for node in graph.node:
@@ -70,10 +69,7 @@ def copied_to_device(file):
 
 
 def empty_sums(file):
-    """Reductions over an axis that may be empty, as (operator, input, size).
-
-    CUDA refuses them, with keepdims too. Only the rows of a pass are never missing.
-    """
+    """Sums of an axis that may be empty, as CUDA refuses: (operator, input, size)."""
     graph = onnx.load(file, load_external_data=False).graph
     constants = {
         each.name: onnx.numpy_helper.to_array(each)
@@ -125,11 +121,9 @@ make = onnx.helper.make_node
 @pytest.mark.parametrize(
     ("faults", "nodes", "shapes", "found"),
     [
-        # What the graphs had before: the last row, counted by a shape.
         (copied_to_device,
          [make("Shape", ["ids"], ["n"]), make("Add", ["cursor", "n"], ["last"])],
          {"ids": ["n"], "cursor": [1], "last": [1]}, ("Add", ["cursor", "n"])),
-        # What the graphs of streams had before: the probes, counted by their rows.
         (empty_sums,
          [make("ReduceSum", ["probe_rows", "axes"], ["count"], keepdims=1)],
          {"position_ids": [1, "n"], "probe_rows": [1, "r"], "count": [1, 1]},
@@ -148,7 +142,6 @@ def test_a_fault_is_found(tmp_path, faults, nodes, shapes, found):
 
 
 def assert_captured(bundle, sums=False):
-    """CUDA runs all graphs of a bundle, and copies nothing; perhaps it sums probes."""
     found = list(forecasts(bundle, "cuda"))
     assert found
     for one in found:
@@ -271,8 +264,7 @@ def test_what_is_quantized_is_dequantized(floats, int4, name, kind, layers):
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_the_text_is_that_of_the_contrib_flavour(floats, in_contrib, way):
-    """Quantized activations make a step of a last bit, and random models have narrow
-    gaps; tests/test_pycode.py compares the int4 texts of a trained one."""
+    """Random models have narrow gaps, so tests/test_pycode.py compares int4 texts."""
     how = {"token_ids": PROMPT, "max_new_tokens": 40, "ignore_eos": True, **way}
     contrib, standard = (
         model.generate(method="none", **how).token_ids for model in (in_contrib, floats)
@@ -286,7 +278,6 @@ def in_contrib(folder):
 
 
 def test_the_integers_are_those_of_the_contrib_flavour(folder, int4):
-    """Unpacked from MatMulNBits, and as DequantizeLinear has them."""
     other = folder / "contrib-drafter"
     exported(folder / "drafter", other, "int8", flavour="contrib")
     files = other / "target.onnx", int4.bundle.path / "drafter.onnx"

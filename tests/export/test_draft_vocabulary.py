@@ -1,5 +1,3 @@
-"""Drafters with a part of the vocabulary, or other rows, change no text."""
-
 import json
 import shutil
 from collections import Counter
@@ -149,7 +147,6 @@ def test_no_text_changes(cut_model, way, drafting):
 
 
 def test_a_verifier_that_reads_q_keeps_the_distribution(cut_model):
-    """Also of tokens that cannot be drafted, from as many seeds as plainly."""
     rejection = {
         "verifier": "recursive",
         "siblings": "with-replacement",
@@ -298,7 +295,6 @@ WAYS = [{"temperature": 0.0}, {"temperature": 0.9, "seed": 4}]
 
 @pytest.fixture(scope="module")
 def padded(tmp_path_factory):
-    """Makes one model with that many rows: cut, or with random rows behind them."""
     folder = tmp_path_factory.mktemp("padded")
     config = llama_config(
         tie_word_embeddings=False, vocab_size=MAX_VOCAB_SIZE, num_hidden_layers=1
@@ -323,7 +319,6 @@ def padded(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def opened(padded, tmp_path_factory):
-    """Opens the bundle of a target and a drafter with that many rows, once."""
     models = {}
 
     def make(rows, drafter_rows):
@@ -340,7 +335,6 @@ def opened(padded, tmp_path_factory):
 
 
 def drafts_as_plain(model, prompt, count=24, **way):
-    """Stats of a drafted text, which must be the plain text to the last bit."""
     way |= {"max_new_tokens": 40, "ignore_eos": True, "logprobs": 5}
     plain = model.generate(token_ids=prompt, method="none", **way)
     drafted = model.generate(

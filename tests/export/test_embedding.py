@@ -1,5 +1,3 @@
-"""Embeddings of exported models, against transformers and the steps after it."""
-
 import json
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,8 +33,6 @@ BEGIN = "sentence_transformers.models."
 
 
 class Kind(NamedTuple):
-    """A model of embeddings: its config, its pooling, the width of a dense layer."""
-
     config: Any
     pooling: str
     dense: int = 0
@@ -58,7 +54,6 @@ KINDS = {
 
 
 def save(folder: Path, kind: Kind, **pooling: Any) -> Path:
-    """Write a checkpoint as Qwen and Google publish theirs: a model without a head."""
     torch.manual_seed(1)
     transformers.AutoModel.from_config(kind.config).save_pretrained(folder)
     tokenizer, end = tiny.tokenizer(), tiny.END_OF_TEXT
@@ -93,7 +88,6 @@ def write(folder: Path, fields: dict[str, Any]) -> None:
 
 
 def expected(folder: Path, kind: Kind, texts: list[str]) -> np.ndarray:
-    """What transformers and the steps of sentence-transformers give."""
     model = transformers.AutoModel.from_pretrained(folder, dtype=torch.float32)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     rows = []
@@ -109,7 +103,6 @@ def expected(folder: Path, kind: Kind, texts: list[str]) -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path]]:
-    """The checkpoint and the bundle of each kind."""
     folder = tmp_path_factory.mktemp("embedding")
     for name, kind in KINDS.items():
         exported(save(folder / name, kind), folder / f"{name}-bundle")

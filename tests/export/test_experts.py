@@ -39,7 +39,6 @@ TOKENS = np.random.default_rng(0).integers(0, VOCAB_SIZE, 200)
 
 @pytest.fixture(scope="module", params=MIXTURES)
 def case(request, tmp_path_factory):
-    """One family, traced once: its graph, and transformers' logits row by row."""
     config, folder = MIXTURES[request.param](), tmp_path_factory.mktemp("mixture")
     config._experts_implementation = "eager"
     checkpoint = architectures.load(config, folder / "checkpoint")
@@ -114,7 +113,6 @@ def test_drafts_that_are_right_now_and_then(bundle, sampling):
 
 
 def test_experts_are_packed_and_what_chooses_them_stays_floats(bundle):
-    """With a shared expert, which reads what the router reads, packed by itself."""
     graph = onnx.load(bundle.path / bundle.target.file, load_external_data=False).graph
     kinds = Counter(node.op_type for node in graph.node)
     is_packed = bundle.target.quantization["scheme"] != "none"
@@ -198,7 +196,6 @@ def test_other_recipes_are_refused_before_a_weight_is_read(
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "granitemoe", "gpt_oss"])
 def test_an_export_reads_a_matrix_at_a_time(name, tmp_path, monkeypatch):
-    """Of experts; their stacks exist in no memory."""
     config, sizes, read = MIXTURES[name](), [], np.fromfile
     source = save_checkpoint(tmp_path / "source", config)
     monkeypatch.setattr(
@@ -219,7 +216,6 @@ CODES = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
 
 
 def write_mxfp4(folder, low, high):
-    """A tiny gpt-oss whose experts have random blocks, and exponents between two."""
     config, numbers = MIXTURES["gpt_oss"](), np.random.default_rng(0)
     config.intermediate_size = 96
     save_checkpoint(folder, config)
@@ -292,7 +288,6 @@ def test_turned_experts_are_turned_back(tmp_path):
 
 @pytest.mark.parametrize("kind", ["gate", "down"])
 def test_experts_that_do_not_fit_each_other_are_refused(kind, tmp_path):
-    """Here the matrix of one expert has fewer columns, which would move all others."""
     source = save_checkpoint(tmp_path / "source", MIXTURES["qwen3_moe"]())
     name = f"model.layers.0.mlp.experts.1.{kind}_proj.weight"
     edit(source, lambda own: own | {name: own[name][:-16].clone()})
@@ -310,7 +305,6 @@ def test_an_exponent_beyond_a_half_is_refused(tmp_path):
 
 @pytest.fixture(scope="module")
 def learned(tmp_path_factory):
-    """A mixture whose experts learned a text, and an MTP module that drafts it."""
     folder, config = tmp_path_factory.mktemp("learned"), MIXTURES["qwen3_moe"]()
     config.initializer_range = 0.05
     save_checkpoint(folder / "target", config, tokenizer=False)
@@ -349,7 +343,6 @@ MISTAKES = {
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_an_mtp_module_with_experts_drafts_what_it_learned(learned, mistake, tmp_path):
-    """Chains and trees keep the text; only the right experts are accepted."""
     head = shutil.copytree(learned / "head", tmp_path / "head")
     edit(head, lambda own: {n: MISTAKES[mistake](n, t) for n, t in own.items()})
     bundle = exported(learned / "target", tmp_path / "b", head=head, **SIZES)

@@ -1,5 +1,3 @@
-"""Exports from Python: what becomes of a pair, what is refused, what is warned of."""
-
 import inspect
 import json
 import os
@@ -112,13 +110,11 @@ def test_every_precision_loads_and_drafts_the_same_text(
     drafted = model.generate(PROMPT, method="draft", num_draft_tokens=3, **options)
     assert len(set(plain.token_ids)) > 4, "too dull to prove anything"
     assert drafted.token_ids == plain.token_ids
-    # The drafter is the target here.
     assert drafted.stats.tokens_per_pass > 1
 
 
 @pytest.fixture(scope="module")
 def replaced(bundle, tmp_path_factory) -> jetdraft.Bundle:
-    """A target alone, with a template and two ends, exported where a pair was."""
     folder = tmp_path_factory.mktemp("chat") / "checkpoint"
     source = checkpoint(folder, eos_token_id=[0, 7])
     (folder / "chat_template.jinja").write_text("{{ messages }}")
@@ -274,7 +270,6 @@ def test_damaged_tokenizer_is_refused(pair, tmp_path):
     file = drafter / "tokenizer.json"
     fields = json.loads(file.read_text())
     left, right = fields["model"]["merges"][0]
-    # A merge whose token the vocabulary lacks.
     del fields["model"]["vocab"][left + right]
     file.write_text(json.dumps(fields))
     with pytest.raises(CheckpointError, match=r"tokenizer of .* cannot be read"):
@@ -414,7 +409,6 @@ def test_bad_options_are_refused_before_anything_is_written(
 
 
 def test_the_function_and_its_package_have_one_name():
-    """Nothing needs torch before an export, which names the missing extra."""
     code = """
 import sys
 import jetdraft

@@ -1,5 +1,4 @@
-"""Drafters in a bundle that guess several tokens at once: a block, which sees itself
-and its context, and the heads of Medusa and Hydra, which see one row."""
+"""Drafters that guess several tokens at once: blocks, and heads of Medusa and Hydra."""
 
 import numpy as np
 import onnx
@@ -98,7 +97,6 @@ def test_untrained_drafters_draft_what_the_module_guesses(made, layout):
 
 
 def graph_and_features(bundle):
-    """The graph of a drafter, and what it reads of 14 tokens; None without features."""
     target, graph = graphs(bundle)
     features = target.run(TOKENS[:14]).features
     return graph, None if features is None else features.copy()
@@ -106,7 +104,6 @@ def graph_and_features(bundle):
 
 @pytest.mark.parametrize("layout", ["dflash", "diffusion"])
 def test_rows_of_a_block_are_no_context(made, layout):
-    """After a block the same context gives the same bits, as if it had not been."""
     graph, features = graph_and_features(made(layout).bundle)
     in_graph(graph, features, 0, 5)
     graph.cache.advance(5)
@@ -125,7 +122,6 @@ def test_rows_of_a_block_are_no_context(made, layout):
 
 @pytest.mark.parametrize("layout", ["dflash", "diffusion"])
 def test_the_last_tokens_of_a_block_change_the_first(made, layout):
-    """Attention goes both ways: what is known behind a mask changes its guess."""
     graph, features = graph_and_features(made(layout).bundle)
     unknown = [VOCAB_SIZE] * (graph.contract.block - 1)
     one, other = (
@@ -137,7 +133,6 @@ def test_the_last_tokens_of_a_block_change_the_first(made, layout):
 
 @pytest.mark.parametrize("layout", ["dflash", "diffusion"])
 def test_a_block_takes_the_spare_slots(made, layout):
-    """At the end of the buffers a block still fits behind the last row."""
     _, graph = graphs(made(layout).bundle)
     contract = graph.contract
     assert contract.slots >= contract.capacity + 2 * contract.block
@@ -170,7 +165,6 @@ def test_what_the_bundle_says(made, layout):
 
 
 def test_the_targets_matrices_are_read_from_its_file(made):
-    """Embedding and LM head are not in the head's own weights."""
     bundle = made("dflash", recipe="int8").bundle
     model = onnx.load(bundle.path / bundle.drafter.file, load_external_data=False)
     shared = [
@@ -184,7 +178,6 @@ def test_the_targets_matrices_are_read_from_its_file(made):
 
 @pytest.mark.parametrize("layout", ["dflash", "nested-dspark"])
 def test_only_some_lm_heads_can_be_cut(made, layout):
-    """A DFlash head drafts fewer tokens; a diffusion drafter refuses."""
     bundle = made(layout, recipe="int4", draft_vocab=50).bundle
     assert bundle.drafter.contract.draft_vocab == 50
     with jetdraft.load(bundle.path, threads=1) as model:
@@ -227,7 +220,6 @@ def test_random_heads_draft_what_the_module_guesses(made):
 
 
 def test_heads_keep_no_rows(made):
-    """There is no cache to fill, and no graph of a tree; `check` says so."""
     entry = made("medusa").bundle.drafter
     assert entry.contract.kv_shapes == ()
     assert entry.contract.guesses == HEADS
@@ -241,7 +233,6 @@ def test_heads_keep_no_rows(made):
 
 
 def test_a_tree_is_the_product_of_the_best_of_each_head(made):
-    """All rows of a depth have the same children: the ranks of the next head."""
     with jetdraft.load(made("medusa").bundle.path, threads=1) as model:
         drafts = []
         verify = model.parts.target.verify
@@ -269,8 +260,7 @@ def test_a_tree_is_the_product_of_the_best_of_each_head(made):
 
 
 def hydra_rows(target, graph, source, tensors, ids):
-    """Of eight rows: the features, the answer of the graph, the path of the likeliest
-    tokens of `ids`, and the logits of `ids` by the reference's heads along it."""
+    """Features, answer, likeliest path of 8 rows; the reference's logits of `ids`."""
     features = target.run(TOKENS[:8]).features.copy()
     embedding = Checkpoint.load(source, torch.float32).model.get_input_embeddings()
     for row in range(8):
@@ -302,7 +292,6 @@ def test_each_head_of_hydra_reads_the_guesses_before_it(made):
 
 
 def test_the_vocabulary_of_hydra_is_cut(made):
-    """Later heads read the tokens of the rows, not the rows."""
     cut, source, _, tensors = made("hydra", draft_vocab=100)
     ids = cut.draft_vocabulary()
     assert len(ids) == 100

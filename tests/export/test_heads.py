@@ -1,5 +1,3 @@
-"""A published head becomes the drafter of its target, which gives it features."""
-
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -41,7 +39,6 @@ def loaded(source, target):
 
 @pytest.mark.parametrize("name", CAUSAL)
 def test_the_graph_does_what_the_module_does(made, name):
-    """Prompt, catch-up and drafted rows: the cache decides all later rows."""
     bundle, target, source, _ = made(name)
     features, candidates, values, carried = in_graphs(*graphs(bundle))
     head, _ = loaded(source, target)
@@ -77,7 +74,6 @@ def test_its_provider_must_have_the_kernels_of_the_targets_matrices(made, tmp_pa
 
 
 def bytes_of(bundle: Bundle, location: str) -> int:
-    """The bytes of the drafter's tensors that lie in a file."""
     model = onnx.load(bundle.path / bundle.drafter.tree_file, load_external_data=False)
     places = [
         {e.key: e.value for e in t.external_data} for t in model.graph.initializer
@@ -131,7 +127,6 @@ def test_no_head_is_found_before_the_target_is_loaded(tmp_path):
 
 
 def test_the_files_of_a_head_are_read_once(made, tmp_path, monkeypatch):
-    """They may be all files of a target; what is checked is loaded."""
     _, target, head, _ = made("eagle1")
     load = Mock(side_effect=head_files.load_file)
     monkeypatch.setattr(head_files, "load_file", load)
@@ -178,7 +173,6 @@ BUNDLES = {
     "medusa fp16": ("medusa", FP16),
     "hydra": ("hydra", {}),
     "hydra cut": ("hydra", {"draft_vocab": 100}),
-    # An embedding that is quantized as the LM head is.
     "hydra tied": ("hydra", {"tied": True, **INT8}),
     **{
         f"{name} {how}".strip(): (name, options)
@@ -223,7 +217,6 @@ TREE = Rows(TOKENS[:5], [-1, 0, 0, 1, 2])
 
 
 def fused_taps() -> Taps:
-    """Three states to one feature vector, as EAGLE-3 joins them."""
     torch.manual_seed(7)
     fc = torch.nn.Linear(3 * 64, 64, bias=False)
 
@@ -266,7 +259,6 @@ def graph(bundle):
 
 
 def answers(bundle):
-    """The answers of a prefill, a chain and a tree, each with its rows' features."""
     opened = graph(bundle)
     found = []
     for last_only, width in ((True, 8), (False, 2), (False, 1)):
@@ -299,7 +291,6 @@ def test_the_fusions_still_apply(bundles):
     plain, fused = (operators(bundle) for bundle in bundles)
     added = fused - plain
     assert not plain - fused
-    # What joins the states and maps them to features.
     assert set(added) <= {"Concat", "MatMul", "Transpose"}
     if bundles[0].flavour == "contrib":
         assert fused["SkipSimplifiedLayerNormalization"] == 2 * LAYERS

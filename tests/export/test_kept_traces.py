@@ -1,5 +1,3 @@
-"""A trace serves all exports that would make the same graph."""
-
 import functools
 from dataclasses import replace
 
@@ -21,7 +19,6 @@ SIZES = {"capacity": 64, "max_width": 16}
 
 @pytest.fixture
 def traced(monkeypatch) -> list[str]:
-    """The kinds of steps that were traced, from a store of no trace on."""
     kinds, original = [], tracer._export_step
 
     def exported(step, weights):
@@ -34,7 +31,6 @@ def traced(monkeypatch) -> list[str]:
 
 
 def test_one_trace_serves_other_weights_and_other_recipes(tmp_path, traced):
-    """The second graph is what it would be if nothing had been kept."""
     for seed in (0, 1):
         save_checkpoint(tmp_path / f"model-{seed}", drafter_config(), seed=seed)
 
@@ -61,8 +57,6 @@ def step_of(folder, seed=0, change=None, **config) -> Step:
 
 
 def hooked(number):
-    """A change that hooks a function with that number into the pass."""
-
     def change(step):
         def scale(module, args, output):
             return output * number
@@ -132,7 +126,6 @@ def test_a_replaced_method_changes_the_fingerprint(tmp_path, monkeypatch):
 
 
 def test_what_changes_no_graph_changes_no_fingerprint(tmp_path):
-    """Weights, a folder, how texts are drawn, and the numbers of hooks in torch."""
     prints = set()
     for seed in (0, 1):
         step = step_of(tmp_path / str(seed), seed, hooked(2.0))

@@ -35,7 +35,6 @@ def options(**more) -> ExportOptions:
 
 @pytest.fixture(scope="module")
 def settled(tmp_path_factory) -> jetdraft.Model:
-    """A checkpoint whose generation_config.json has two ends and sampling defaults."""
     folder = tmp_path_factory.mktemp("settled")
     save_checkpoint(folder / "checkpoint", drafter_config())
     transformers.GenerationConfig(
@@ -129,7 +128,6 @@ def test_matrices_in_parts_and_integers_in_a_file_give_the_same_bytes(
 
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory) -> tuple[Path, jetdraft.Model]:
-    """A head of 151,936 rows, tied to the embedding, over a small tokenizer."""
     folder = tmp_path_factory.mktemp("wide")
     save_checkpoint(folder / "checkpoint", drafter_config(vocab_size=LARGE_VOCABULARY))
     bundle = exported(folder / "checkpoint", folder / "bundle", "int8")
@@ -181,7 +179,6 @@ print(int(lines["VmHWM"].split()[0]) * 1024)
 
 
 def test_an_export_needs_little_more_than_a_shard(tmp_path):
-    """At most 1.5 times the largest shard, and 2 GB."""
     config = drafter_config(
         hidden_size=1024, intermediate_size=16_000, num_attention_heads=8
     )

@@ -61,7 +61,6 @@ def test_one_row_attends_with_the_bits_of_several(wide):
 
 
 def test_plain_decoding_fills_the_buffers(wide):
-    """In the exact class a row needs one slot, not two."""
     prompt = [5, 9, 33, 7]
     how = {"method": "none", "max_new_tokens": 100, "ignore_eos": True}
     exact, loose = (
@@ -155,7 +154,6 @@ def test_buffers_are_a_quarter(quantized, model):
 
 
 def test_the_numbers_are_nearly_those_of_floats(quantized, model):
-    """The weights are the same, so only the buffers differ; on the calibration text."""
     logits, tokens = [], model.parts.text.encode(TEXT)[:30]
     for target in (model.parts.target, quantized.parts.target):
         target.cache.rewind(0)

@@ -1,5 +1,3 @@
-"""A target that can read selected KV rows only, as itself and as its own drafter."""
-
 from contextlib import nullcontext
 
 import numpy as np
@@ -51,7 +49,6 @@ def prompt():
 
 
 def filled(graph, tokens, width=64):
-    """The graph with the rows of all tokens committed, but for the last token."""
     graph.cache.rewind(0)
     for start in range(0, len(tokens) - 1, width):
         part = tokens[start : min(start + width, len(tokens) - 1)]
@@ -61,7 +58,6 @@ def filled(graph, tokens, width=64):
 
 
 def selected_by_hand(graph):
-    """The rows that the last pass selected, by layer."""
     return {
         int(name.partition(".")[2]): tensor.value.numpy()[0]
         for name, tensor in graph.selected.items()
@@ -123,7 +119,6 @@ def test_a_selection_of_all_rows_is_always_right(few, prompt):
 
 
 def test_the_attention_of_selected_rows_is_that_of_the_rows_alone(few, prompt):
-    """Rows that were not selected have no part in the answer; selected rows have."""
     own = filled(few.parts.target, prompt).make_selecting()
     before = own.run(prompt[-1:]).logits.copy()
     selected = selected_by_hand(own)
@@ -148,7 +143,6 @@ def test_the_attention_of_selected_rows_is_that_of_the_rows_alone(few, prompt):
 def test_a_selection_of_just_all_rows_gives_the_answers_of_all_rows(
     floats, prompt, tokens
 ):
-    """All 32 rows are read, through the other branch, and rows see those before."""
     own = filled(floats.parts.target, prompt[: ROWS + 1]).make_selecting()
     rows = prompt[ROWS : ROWS + tokens]
     selected = own.run(rows).logits.copy()
@@ -194,7 +188,6 @@ TRAINED = 64
 
 
 def trained_briefly(folder, **options):
-    """A bundle of a target of one layer, trained on texts of 64 tokens."""
     config = llama_config(num_hidden_layers=1, max_position_embeddings=TRAINED)
     save_checkpoint(folder / "target", config)
     options = {"capacity": 256, "select_kv": ROWS, **options}
@@ -241,7 +234,6 @@ def answers_by_hand(folder, tokens, count, read, turns):
 
 @pytest.fixture(scope="module")
 def brief(tmp_path_factory):
-    """The folder of a target and its bundle, and the bundle's model."""
     with pytest.warns(UserWarning, match="64 tokens.*--select-kv N and generate with"):
         folder = trained_briefly(tmp_path_factory.mktemp("brief"))
     model = jetdraft.load(folder / "bundle", threads=1)

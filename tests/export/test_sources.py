@@ -1,5 +1,3 @@
-"""Encoder-decoders and their block drafters: logits, blocks, and the plain text."""
-
 import json
 import shutil
 from functools import cache
@@ -44,8 +42,6 @@ SLOTS = 5
 
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory):
-    """A target of a family, its block drafter, and a model of both, each made once."""
-
     @cache
     def make(name):
         folder = tmp_path_factory.mktemp(name)
@@ -141,7 +137,6 @@ def test_every_method_gives_the_text_of_plain_decoding(family, options):
 
 @pytest.mark.parametrize("family", [DRAFTED], indirect=True)
 def test_a_drafter_that_is_the_target_is_always_right(family):
-    """A drafter that reads another source, or none, is not."""
     _, model, _ = family
     how = {"max_new_tokens": 24, "num_draft_tokens": 3, "ignore_eos": True}
     for source in (SOURCE, SOURCE[::-1], SOURCE):
@@ -239,7 +234,6 @@ TOKENS = np.random.default_rng(1).integers(4, VOCAB_SIZE, 20).tolist()
 
 @pytest.fixture(scope="module", params=CONFIGS)
 def made(request, pairs):
-    """The name of a family, a target, its drafter, and a model of both."""
     return request.param, *pairs(request.param)
 
 
@@ -251,12 +245,10 @@ def graph_of(model, source=SOURCE):
 
 
 def in_training(target, drafter, count, known):
-    """The logits of the block behind `count` rows, as a training computes them."""
     checkpoint = Checkpoint.load(target, torch.float32)
     task = SourceBlockTask()
     module = task.pupil(load_head(drafter, checkpoint, torch.float32)).drafter
     ids = torch.tensor([[*TOKENS[:count], *known, *[0] * (SLOTS - len(known))]])
-    # Padding must not be seen.
     source = torch.tensor([[*SOURCE, 7, 7]])
     filled = torch.tensor([[True] * len(SOURCE) + [False] * 2])
     lesson = SourceLesson(ids, ids, [], ids, ids, ids > 0, source, filled)
@@ -310,7 +302,6 @@ def test_the_graph_does_what_transformers_does_with_a_mask(made):
 
 
 def test_rows_of_a_block_are_no_context(made):
-    """After a block the same text gives the same bits, as if it had not been."""
     *_, model = made
     graph = graph_of(model)
     graph.run(TOKENS[:4], last_only=True)
@@ -335,7 +326,6 @@ def test_the_source_and_both_ends_of_a_block_count(made):
 
 
 def test_a_block_takes_the_spare_slots(made):
-    """Behind the last row, and behind the last position of a table."""
     *_, model = made
     graph = graph_of(model)
     assert graph.contract.slots == graph.contract.capacity + 2 * SLOTS
@@ -373,7 +363,6 @@ def test_its_drafts_change_no_text(made, options):
 
 
 def test_greedy_verification_with_one_best_token_is_plain_decoding(made):
-    """More tokens within a larger tolerance change the text."""
     *_, model = made
     how = {"token_ids": SOURCE, "method": "block", "num_draft_tokens": SLOTS}
     how |= {"max_new_tokens": 40, "ignore_eos": True, "exact": False}
@@ -474,7 +463,6 @@ def test_a_damaged_drafter_is_refused(pair, tmp_path, case):
 
 
 def test_a_drafter_knows_its_target_by_the_words(pair, tmp_path):
-    """In each type that the target is loaded in."""
     target, drafter = pair
     other = shutil.copytree(target, tmp_path / "other")
     tensors = load_file(other / "model.safetensors")

@@ -1,5 +1,3 @@
-"""Streams around a model, and graphs that are cut: each equals its module."""
-
 from dataclasses import replace
 
 import numpy as np
@@ -63,7 +61,6 @@ def whole_sequence(checkpoint, change=lambda streams: None):
 
 
 def passes(model, parts, probing):
-    """Run `parts` of the tokens as passes; all answers' main and stream logits."""
     graph = model.parts.target
     graph.cache.rewind(0)
     start, main, streams = 0, [], {}
@@ -99,7 +96,6 @@ def test_a_pass_that_would_fill_the_buffers_carries_no_streams(checkpoint, model
     "probing", [Probing(1), Probing(2), Probing(3, last_only=True)]
 )
 def test_fewer_streams_say_what_all_of_them_say(model, probing):
-    """Stream j does not depend on later ones, nor on the streams of other rows."""
     _, every = passes(model, [4, 6], Probing(3))
     _, some = passes(model, [4, 6], probing)
     assert sorted(some) == ([3, 9] if probing.last_only else [*range(10)])
@@ -138,7 +134,6 @@ def test_streams_leave_nothing_in_the_cache(model):
 
 
 def test_rows_of_a_tree_carry_streams_too(checkpoint, model):
-    """A node has the streams of the sequence that ends with its path."""
     graph = model.parts.target
     passes(model, [10], Probing())
     # Row 2 is a wrong sibling of row 1, row 3 follows row 1.
@@ -247,7 +242,6 @@ def run(session, inputs, outputs, feeds) -> dict[str, np.ndarray]:
 
 
 def feeds(contract) -> dict[str, np.ndarray]:
-    """A branching draft after a few committed rows."""
     random = np.random.default_rng(3)
     mask = np.zeros((1 + contract.draft_slots, ROWS), np.uint8)
     mask[1 : 1 + ROWS] = 1

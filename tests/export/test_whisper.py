@@ -1,5 +1,4 @@
-"""Whisper: the graphs' logits and the transcripts are transformers', and every method
-writes the transcript of plain decoding."""
+"""Whisper's logits and transcripts are transformers', whatever the method."""
 
 import shutil
 
@@ -24,7 +23,6 @@ FRAMES = 2 * whispers.SLOTS
 
 @pytest.fixture(scope="module")
 def model(whisper):
-    """A bundle whose drafter is the target itself."""
     return jetdraft.load(whisper / "bundle", threads=1)
 
 
@@ -262,7 +260,6 @@ def test_a_cancel_before_the_language_is_known_ends_it(model):
 
 @pytest.mark.parametrize("reason", ["interrupted", "cancelled", "deadline"])
 def test_a_later_window_says_why_the_text_ended(model, reason):
-    """Also where the text of an earlier window was too long, or whole."""
     transcription = model.transcription(
         whispers.sound(3.0),
         jetdraft.TranscribeOptions("en"),

@@ -1,7 +1,4 @@
-"""Attacks on jetdraft with drawn cases; scripts/fuzz runs them for long.
-
-A subject is what is attacked, case by case, each case made of a number.
-"""
+"""Attacks on jetdraft with drawn cases, by subject; scripts/fuzz runs them for long."""
 
 import traceback
 from abc import ABC, abstractmethod
@@ -22,8 +19,8 @@ class Fault(AssertionError):
 class Subject(ABC):
     """Attacks one part of jetdraft; `folder` is its own, empty at the start.
 
-    A `light` subject leaves out what takes long to prepare. `seconds` is the time
-    after which a case counts as hanging, `unit` how many of its `things` a case tries.
+    A `light` subject skips long preparation; `seconds` is the time after which a case
+    counts as hanging, `unit` how many of its `things` a case tries.
 
         with SameText(folder) as subject:
             subject.run(Random("same-text:12345"))    # "same"
@@ -41,7 +38,6 @@ class Subject(ABC):
 
     @classmethod
     def environment(cls) -> dict[str, str]:
-        """More variables for the process of a subject that is not light."""
         return {}
 
     @abstractmethod
@@ -65,8 +61,6 @@ class Subject(ABC):
 
 
 class Draw(Random):
-    """Draws a case, whose number it knows."""
-
     number = 0
 
 
@@ -101,7 +95,6 @@ SUBJECTS = {
 
 
 def subject_named(name: str) -> type[Subject]:
-    """A subject; what only others need is not imported, since a soak weighs it."""
     module, _, kind = SUBJECTS[name].partition(":")
     subject: type[Subject] = getattr(import_module(module), kind)
     return subject

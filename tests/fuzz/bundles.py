@@ -1,7 +1,4 @@
-"""Damaged bundles, profiles, stores and other files: a clear error or the right text.
-
-Never a traceback, never a hang, never a write outside the folder.
-"""
+"""Damaged files of all kinds: a clear error or the right text, and no hang."""
 
 import json
 import os
@@ -63,8 +60,6 @@ TEMPLATES = (
 
 @dataclass(frozen=True)
 class Whole:
-    """A bundle that is whole, and what it writes after `PROMPT` by any method."""
-
     path: Path
     right: Result
     methods: tuple[str, ...]
@@ -79,8 +74,6 @@ class Whole:
 
 
 class Bundles(Subject):
-    """Damages one thing, then uses it, in this process or on the command line."""
-
     name = "bundles"
     things = "mutations"
     seconds = 30.0
@@ -143,7 +136,6 @@ class Bundles(Subject):
         return Path(shutil.copytree(whole.path, self.place / "bundle"))
 
     def _files(self, draw: Random) -> str:
-        """Damage a file that the manifest lists, with or without its hash."""
         whole = draw.choice(self.wholes)
         bundle = self._copy(whole)
         kind = draw.choice(tuple(DAMAGES))
@@ -165,7 +157,6 @@ class Bundles(Subject):
         return self._use(draw, bundle, whole, may_differ=sealed)
 
     def _profiles(self, draw: Random) -> str:
-        """Damage what was measured; it has no hash, and must not matter."""
         whole = draw.choice(self.wholes)
         bundle = self._copy(whole)
         file = draw.choice(sorted((bundle / "profiles").glob("*.json")))
@@ -196,7 +187,6 @@ class Bundles(Subject):
         return self._outcome(use, may_differ=True)
 
     def _prefix(self, draw: Random) -> str:
-        """Load a damaged prefix into a model that continues with it."""
         file = self.place / "prefix.npz"
         file.write_bytes(damaged_npz(draw, self.prefix.read_bytes()))
 
@@ -216,7 +206,6 @@ class Bundles(Subject):
         return self._outcome(lambda: self.model.generate(token_ids=PROMPT, **options))
 
     def _streams(self, draw: Random) -> str:
-        """Load damaged streams in place of a bundle's own; most bundles have none."""
         whole, file = draw.choice(self.wholes), self.place / "table.npz"
         own = whole.path / STREAMS
         if not own.exists():
@@ -227,7 +216,6 @@ class Bundles(Subject):
         return self._outcome(lambda: _written(whole.path, method, streams=file), whole)
 
     def _learned(self, draw: Random) -> str:
-        """Damage what was learned from use; it must not matter."""
         folder = Path(shutil.copytree(self.learned, self.place / "learned"))
         name = put_on_trial(folder, self.intact, random_arrays(self.intact))
         kind = draw.choice(("arrays", "choice", "choice", "lessons", "rows", "linked"))
@@ -344,7 +332,6 @@ EXPECTED |= {"store.sqlite.damaged", "store.sqlite-journal", "learned"}
 
 
 def _written(bundle: Path, *methods: str, **options: Any) -> Result:
-    """What a bundle writes after `PROMPT`, by the last of the methods."""
     with jetdraft.load(bundle, threads=1, **options) as model:
         for method in methods:
             result = model.generate(token_ids=PROMPT, method=method, **OPTIONS)

@@ -1,5 +1,3 @@
-"""Damage to files, in bytes, JSON and npz, and to bundles, also with new hashes."""
-
 import json
 import os
 import sqlite3
@@ -50,7 +48,6 @@ def _listed(bundle: Path) -> list[Path]:
 
 
 def hash_again(bundle: Path) -> None:
-    """Let the manifest list what is there now."""
     manifest = json.loads((bundle / MANIFEST).read_text())
     for name, entry in manifest["files"].items():
         file = bundle / name
@@ -88,7 +85,6 @@ def _removed(draw: Random, bundle: Path) -> None:
 
 
 def _renamed(draw: Random, bundle: Path) -> None:
-    """In the folder and in the manifest."""
     file = draw.choice(_listed(bundle))
     name = draw.choice(("other", "../outside/moved", "..", ".", "", "a/b", "x\0"))
     manifest = json.loads((bundle / MANIFEST).read_text())
@@ -104,7 +100,6 @@ def _linked(draw: Random, bundle: Path) -> None:
 
 
 def replace_by_odd(draw: Random, file: Path) -> None:
-    """Put a link, a folder, a pipe or a device in a file's place."""
     file.unlink()
     links = ("../outside/secret", file.name, "/dev/zero")
     make = [lambda to=to: file.symlink_to(to) for to in links]
@@ -112,7 +107,6 @@ def replace_by_odd(draw: Random, file: Path) -> None:
 
 
 def _external(draw: Random, bundle: Path) -> None:
-    """Let a graph read its weights elsewhere."""
     import onnx
 
     file = draw.choice([file for file in _listed(bundle) if file.suffix == ".onnx"])
@@ -139,12 +133,10 @@ DAMAGES: dict[str, Callable[[Random, Path], None]] = {
 
 
 def poison(draw: Random, file: Path, table: str, columns: Sequence[str]) -> None:
-    """Rows that no jetdraft wrote."""
     column = draw.choice(columns)
     value = draw.choice(
         ("text", 1e300, float("inf"), -1, b"", b"\1", b"\xff" * 4000, bytes(64), "\x1b")
     )
-    # Not every column takes every value.
     with closing(sqlite3.connect(file)) as database, suppress(sqlite3.Error), database:
         database.execute(f"update {table} set {column} = ?", (value,))
 
@@ -162,7 +154,6 @@ VALUES: tuple[Any, ...] = (
 
 
 def damaged_bytes(draw: Random, data: bytes) -> bytes:
-    """Bytes with flips, without an end, with more, or other bytes altogether."""
     kind = draw.choice(("flip", "flip", "flip", "flips", "cut", "more", "zeros", "no"))
     changed, at = bytearray(data), draw.randrange(len(data) + 1)
     match kind:
@@ -245,7 +236,6 @@ def write_json(file: Path, text: str) -> None:
 
 
 def damaged_npz(draw: Random, data: bytes) -> bytes:
-    """An npz with damaged bytes, or with arrays of other values, types or shapes."""
     if draw.random() < 0.4:
         return damaged_bytes(draw, data)
     if draw.random() < 0.15:
@@ -292,7 +282,6 @@ class Explodes:
 
 
 def _marked_encrypted(data: bytes) -> bytes:
-    """An npz that says it has a password."""
     changed = bytearray(data)
     for mark, offset in ((b"PK\x03\x04", 6), (b"PK\x01\x02", 8)):
         at = changed.find(mark)
@@ -302,7 +291,6 @@ def _marked_encrypted(data: bytes) -> bytes:
 
 
 def _huge(data: bytes, name: str) -> bytes:
-    """An npz with an array that says it has a billion rows."""
     header = BytesIO()
     np.lib.format.write_array_header_1_0(
         header, {"descr": "<f4", "fortran_order": False, "shape": (1 << 30, 64)}

@@ -38,7 +38,6 @@ STARTING, CLOSING = 300.0, 30.0
 
 
 def work(name: str, first: int, count: int, light: bool) -> None:
-    """Try cases, and tell of each in a line of JSON on standard output."""
     channel = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # whatever is printed is no message
 
@@ -89,7 +88,6 @@ class Report:
     seconds: float = 0.0
 
     def fault(self, place: str, text: str, first: int, number: int) -> None:
-        """Count a fault, and print the first of its kind with the repeating command."""
         self.faults[place] += 1
         if self.faults[place] > SHOWN:
             return
@@ -214,7 +212,6 @@ def _messages(
 
 
 def _bytes_of(pid: int) -> int:
-    """The resident bytes of a process; 0 if it has ended."""
     with suppress(OSError, IndexError):
         pages = Path(f"/proc/{pid}/statm").read_text().split()[1]
         return int(pages) * os.sysconf("SC_PAGE_SIZE")

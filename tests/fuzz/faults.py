@@ -1,8 +1,4 @@
-"""Kills, full disks, vanished and read-only folders, a clock that jumps.
-
-Whatever was being written is as it was or as it should become, never half of it.
-Each case forks a process that never ran onnxruntime, so its threads are not missed.
-"""
+"""Kills, full disks, lost folders: what is written is old or new, never half."""
 
 import errno
 import json
@@ -35,16 +31,11 @@ PROMPT = [5, 8, 9, 40, 41]
 CORPUS = "The robot sees a box. The robot sees the ball. " * 20
 NOTHING, OLD, NEW = "nothing", "old", "new"
 
-# onnxruntime is imported inside of jobs: they run in forks of a process that never
-# loads it, since its threads do not survive a fork.
+# Only jobs import onnxruntime, in forks: its threads do not survive a fork.
 
 
 class Job:
-    """Writes the file or folder `result` into a place; `toy` is a toy bundle to read.
-
-    It takes about `seconds`. It `replaces` what an earlier run has finished, or writes
-    one thing after another, `stepwise`.
-    """
+    """Writes `result` in about `seconds`; `replaces` an old one, or adds `stepwise`."""
 
     name = result = ""
     share, seconds = 10, 1.0
@@ -189,8 +180,6 @@ class Store(Job):
 
 
 class Learn(Job):
-    """Lessons of ten generations, and other weights for the drafter on the way."""
-
     name, result = "learn", "learned/lessons.sqlite"
     stepwise = True
 
@@ -256,8 +245,6 @@ class Talk(Job):
 
 
 class Streams(Job):
-    """The checkpoint of a training, which a later run continues with."""
-
     name, result = "streams", "streamed"
     share, seconds = 1, 25.0
     replaces = False
@@ -436,7 +423,6 @@ class Faults(Subject):
         return _in_child(lambda: job.state(self.place))
 
     def _vanished(self, draw: Random) -> str:
-        """A bundle's folder goes while it is loaded."""
         bundle = Path(shutil.copytree(self.toy, self.place / "bundle"))
 
         def use() -> str:
@@ -482,7 +468,6 @@ class Faults(Subject):
         return _in_child(use)
 
     def _clock(self, draw: Random) -> str:
-        """The time of day jumps by years."""
         jumps = Random(draw.random())
 
         def use() -> str:
@@ -526,7 +511,6 @@ JUMPS = (0.0, -1e9, 1e9, -60.0, 86400.0 * 40, -1.7e9)
 
 
 def _jumping(jumps: Random) -> Callable[[], float]:
-    """A clock that is wrong, and sometimes jumps again while it is read."""
     now, offset = time.time, jumps.choice(JUMPS)
 
     def read() -> float:
@@ -556,7 +540,6 @@ def _in_child(work: Callable[[], Any]) -> str:
 
 
 def _forked(work: Callable[[], Any]) -> tuple[int, str]:
-    """The exit code of a fork that does `work`, and what it returned or printed."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
@@ -638,7 +621,6 @@ def _kill_at_call(at: int) -> None:
 
 
 def _within(most: int | None, work: Callable[[], None]) -> None:
-    """Work while no file may become longer than `most` bytes."""
     if most is not None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (most, resource.RLIM_INFINITY))
     work()
@@ -656,7 +638,6 @@ def _mount(place: Path, size: int, more: str = "") -> None:
 
 
 def _can_mount(folder: Path) -> bool:
-    """Whether this process may mount a small disk."""
     place = folder / "mounted"
     place.mkdir()
     with suppress(subprocess.CalledProcessError, OSError):

@@ -20,8 +20,6 @@ NUMBERS = (-1, 0, 1, 31, 2**31 - 1, 2**31, 2**62, 2**63 - 1, -(2**63))
 
 
 class Operators(Subject):
-    """Damages what an operator reads, and runs it; a light one needs no sanitizers."""
-
     name = "operators"
 
     def __init__(self, folder: Path, light: bool = False) -> None:

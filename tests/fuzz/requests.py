@@ -1,5 +1,3 @@
-"""Requests for a generation, drawn: prompts, options, constraints and drafting."""
-
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -27,7 +25,6 @@ CONSTRAINTS: tuple[dict[str, Any], ...] = (
     {"json_schema": LIST},
     {"grammar": 'start: "a" start | "b"'},
     {"grammar": 'start: (WORD " ")+ WORD\nWORD: /[a-zA-Z]+/'},
-    # Texts that some vocabularies have as added tokens.
     {"regex": f"({TAG}|[a-d ]){{1,9}}\\."},
     {"json_schema": {"enum": [TAG, "<|user|>", "the"]}},
     {"grammar": f'start: "{TAG}" /[a-z]+/ ("<|user|>" | ".")'},
@@ -105,7 +102,6 @@ def _penalties(draw: Random, vocab_size: int) -> dict[str, Any]:
 def draw_drafting(
     draw: Random, model: Model, table: Path | None = None
 ) -> dict[str, Any]:
-    """A method or several, some of them refused, a draft length, and options."""
     names = list(methods() if draw.random() < 0.1 else model.methods[1:])
     if draw.random() < 0.15:
         method = ",".join(draw.sample(names, draw.randint(2, min(3, len(names)))))
@@ -124,7 +120,6 @@ def draw_drafting(
 
 
 def _settings(draw: Random, method: str, table: Path | None) -> dict[str, Any]:
-    """Options that a method has, as its record tells; a few contradict each other."""
     if method == AUTO or "," in method:
         return {}
     names, settings = methods()[method].options.option_names(), dict[str, Any]()
@@ -156,7 +151,6 @@ def _tree(draw: Random) -> dict[str, Any]:
 
 
 def draw_verifier(draw: Random) -> dict[str, Any]:
-    """Drafting whose text may differ from plain decoding."""
     settings: dict[str, Any] = {"verifier": draw.choice(tuple(VERIFIERS))}
     if draw.random() < 0.7:
         settings |= {

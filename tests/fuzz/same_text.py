@@ -80,7 +80,6 @@ class World:
 
     @cached_property
     def reference(self) -> jetdraft.Model:
-        """Another model, without a store, that nothing disturbs."""
         return jetdraft.load(self.bundle, threads=1, provider=self.provider)
 
     @property
@@ -105,7 +104,6 @@ class World:
 
 
 def worlds_of(folder: Path, light: bool) -> Iterator[World]:
-    """All worlds but hybrids; a `light` subject does without the last."""
     yield from toy_worlds(folder)
     yield from head_worlds(folder)
     if not light:
@@ -113,7 +111,6 @@ def worlds_of(folder: Path, light: bool) -> Iterator[World]:
 
 
 def toy_worlds(folder: Path) -> Iterator[World]:
-    """The toy bundle, which has a store and learns, and its siblings."""
     toy = toy_bundle(folder / "toy")
     yield World("toy", toy, folder / "store.sqlite", folder / LEARNED, share=40)
     for capacity, width in SIZES:
@@ -125,7 +122,6 @@ def toy_worlds(folder: Path) -> Iterator[World]:
 
 
 def head_worlds(folder: Path) -> Iterator[World]:
-    """Targets that give features, with heads and drafters that fill a block."""
     yield World("toy-eagle", toy_eagle(folder / "toy-eagle"), folder / "eagle.sqlite")
     for method in METHODS:
         yield World(f"toy-{method}", toy_block(folder / f"toy-{method}", method))
@@ -134,10 +130,7 @@ def head_worlds(folder: Path) -> Iterator[World]:
 def made_worlds(
     tables: str, recipes: str, folder: Path, light: bool
 ) -> Iterator[World]:
-    """Families of tables in tests/tiny.py; the hybrid Qwen3.5 has an MTP module.
-
-    They have the `recipes` in turns.
-    """
+    """Families of tables in tests/tiny.py, with the `recipes` in turns."""
     from jetdraft.export.exporter import ExportOptions, export
     from jetdraft.recipe import Recipe
     from tests import tiny
@@ -156,7 +149,6 @@ def made_worlds(
 
 
 def other_worlds(folder: Path) -> Iterator[World]:
-    """Streams, bundles that were named or exported, and worlds on other providers."""
     yield World("streamed", streamed_bundle(folder / "streamed"))
     named = [Path(path) for path in os.environ.get(BUNDLES, "").split(":") if path]
     for bundle in named or sorted(EXPORTED.glob("*")):
@@ -185,8 +177,6 @@ REFUSALS = (OptionError, StoreError, BundleError)
 
 
 class SameText(Subject):
-    """Compares tokens, text, finish reason and log probabilities, `light`: of toys."""
-
     name = "same-text"
     seconds = 120.0
     make_worlds = staticmethod(worlds_of)
@@ -243,7 +233,6 @@ class SameText(Subject):
         options: Options,
         plain: Result,
     ) -> None:
-        """Compare the text with the text of the same tokens in drawn rounds."""
         parts = world.model.parts
         ends = () if options.get("ignore_eos") else parts.bundle.eos_token_ids
         constrained = not {"regex", "json_schema", "grammar"}.isdisjoint(options)
@@ -297,8 +286,6 @@ class SameText(Subject):
 
 
 class Oracle(Proposer):
-    """Drafts what plain decoding wrote, with an error now and then."""
-
     traits = Traits("oracle", max_draft_tokens=15)
     text: ClassVar[list[int]] = []
 
@@ -309,10 +296,7 @@ class Oracle(Proposer):
 
 
 class Hybrids(SameText):
-    """Compares texts of the families with recurrent states, of two if it is `light`.
-
-    An oracle with errors drafts too, since no method guesses much of a random model.
-    """
+    """Compares texts of recurrent families; an oracle with errors drafts too."""
 
     name, always = "hybrids", "oracle"
     make_worlds = staticmethod(
@@ -330,8 +314,6 @@ class Hybrids(SameText):
 
 
 class Mixtures(Hybrids):
-    """The same for mixtures of experts, and for layers that share keys and values."""
-
     name = "mixtures"
     make_worlds = staticmethod(
         partial(made_worlds, "SHARING MIXTURES", "none q4_0 q8_0")
@@ -339,13 +321,10 @@ class Mixtures(Hybrids):
 
 
 class Families(Subject):
-    """Tries the decoders of transformers in turn, see benchmarks/families.py."""
-
     name = things = "families"
     seconds = 600.0
 
     def run(self, draw: Random) -> str:
-        """Try the family of the case's number; its row is the row in the table."""
         from families import NAMES, PAGE, documented, title, try_family
 
         assert isinstance(draw, Draw)
@@ -447,7 +426,6 @@ class Disturbances:
             raise AssertionError("two generations used the same buffers")
 
     def _do_learned(self, draw: Random, model: Model, prompt: list[int]) -> None:
-        """Other weights are on trial, and enough is drafted for them to begin."""
         if model.parts.learning is None:
             return
         bundle, folder = model.bundle.path, self.folder / LEARNED
@@ -458,7 +436,6 @@ class Disturbances:
             model.generate(token_ids=prompt, ignore_eos=True, **options)
 
     def forget(self) -> None:
-        """Load none of the prefixes that were saved so far."""
         self._saved.clear()
 
     def _do_prefix_saved(self, draw: Random, model: Model, prompt: list[int]) -> None:

@@ -1,5 +1,3 @@
-"""A server under hostile requests: it answers in OpenAI's shape and stays whole."""
-
 import http.client
 import json
 import re
@@ -85,8 +83,6 @@ MAX_BYTES_MORE = 80_000_000
 
 
 class Serving(Subject):
-    """Asks a server of the toy bundle, in a process of its own."""
-
     name = "server"
     things = "requests"
     seconds = 120.0
@@ -154,7 +150,6 @@ class Serving(Subject):
         return self._ask(draw.choice((path, CHAT, TEXT)), b"", {}, method)
 
     def _host(self, draw: Random) -> str:
-        """Without a key, only local names may reach the server."""
         local = draw.random() < 0.3
         host = draw.choice(LOCAL if local else FOREIGN)
         data = json.dumps(BODIES[0][1]).encode()
@@ -218,7 +213,6 @@ class Serving(Subject):
         return "read slowly"
 
     def _burst(self, draw: Random) -> str:
-        """Twelve clients at once get what each gets alone."""
         wanted = [draw.randrange(len(self.good)) for _ in range(12)]
         with ThreadPoolExecutor(12) as threads:
             answers = threads.map(lambda at: self._whole(*BODIES[at]), wanted)
@@ -228,7 +222,6 @@ class Serving(Subject):
         return "twelve at once"
 
     def _idle(self, draw: Random) -> str:
-        """Connections that send nothing lock nobody out."""
         with ExitStack() as stack:
             for number in range(draw.choice((20, 140))):
                 client = stack.enter_context(self._socket())
@@ -238,7 +231,6 @@ class Serving(Subject):
         return "idle connections"
 
     def _bomb(self, draw: Random) -> str:
-        """A request that costs too much ends in time, and holds up nobody."""
         name = draw.choice(sorted(BOMBS))
         body = {"max_seconds": 2, "max_tokens": 4, **BOMBS[name]}
         path = CHAT if "messages" in body else TEXT
@@ -276,7 +268,6 @@ class Serving(Subject):
         headers: dict[str, str],
         seconds: float = ANSWERED,
     ) -> tuple[int, str, bytes]:
-        """The status, the type and the body of an answer."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=seconds)
         with closing(connection):
             connection.request(method, path, data, headers)
@@ -284,7 +275,6 @@ class Serving(Subject):
             return answer.status, answer.headers.get("content-type", ""), answer.read()
 
     def _whole(self, path: str, body: dict[str, Any]) -> object:
-        """The choices of a good answer."""
         data = json.dumps(body).encode()
         answer = json.loads(self._exchange("POST", path, data, JSON, seconds=30)[2])
         if "choices" not in answer:
@@ -415,7 +405,6 @@ def _head(path: str, more: str, host: str = "localhost") -> str:
 
 
 def _check_shape(status: int, kind: str, body: bytes, path: str) -> None:
-    """Raise `Fault` unless an answer looks as OpenAI's does."""
     if status >= 500:
         raise Fault(f"{path} was answered with {status} {body[:300]!r}")
     if kind.startswith("text/event-stream"):

@@ -62,7 +62,6 @@ class Soak(Subject):
         return "cases"
 
     def _one(self, model: jetdraft.Model, draw: Random) -> None:
-        """A prompt of any length, and a text of `PIECE` tokens."""
         size = model.bundle.target.contract.vocab_size
         prompt = [draw.randrange(size) for _ in range(draw.randint(1, 250))]
         method = draw.choice(METHODS)
@@ -82,7 +81,6 @@ class Soak(Subject):
             self._one(model, draw)
 
     def _asked(self, draw: Random) -> None:
-        """A request to the server, and its constraint in this process."""
         path, body = draw.choice(BODIES)
         self.server._ask(path, json.dumps(body).encode(), JSON)
         self.model.generate(
@@ -90,7 +88,6 @@ class Soak(Subject):
         )
 
     def _opened(self, draw: Random) -> None:
-        """Load, constrain and close; nothing of it stays."""
         before = _alive()
         with jetdraft.load(self.bundle, threads=1) as model:
             model.generate("a", regex="[a-z]{1,9}", max_new_tokens=9)
@@ -122,7 +119,6 @@ class Soak(Subject):
 
 
 def _alive() -> dict[str, int]:
-    """How many of the objects that hold a bundle's memory there are."""
     gc.collect()
     names = (type(thing).__name__ for thing in gc.get_objects())
     return dict(Counter(name for name in names if name in HEAVY))

@@ -1,5 +1,3 @@
-"""Each subject for some cases, and the driver of long runs."""
-
 from unittest import mock
 
 import pytest

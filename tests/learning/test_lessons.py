@@ -1,5 +1,3 @@
-"""Lessons and responses: kept for users, bounded, private, never in the way."""
-
 import json
 import os
 import random
@@ -308,8 +306,6 @@ class Responses:
 
 
 class Taught:
-    """Lessons, which begin with a token."""
-
     name = LESSONS_FILE
 
     def open(self, folder, tokenizer="tokens"):
@@ -343,7 +339,6 @@ def test_another_tokenizer_is_refused(kind, tmp_path):
 
 
 def damage_header(content):
-    """The id of ours is left."""
     content[:60] = b"x" * 60
 
 
@@ -458,7 +453,6 @@ def test_a_file_that_was_removed_is_made_again(kind, tmp_path):
 
 
 def write(name, folder, first):
-    """What the processes of the next test do."""
     kind = {"Responses": Responses, "Taught": Taught}[name]()
     for token in range(first, first + 20):
         kind.add(kind.open(folder), token)

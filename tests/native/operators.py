@@ -1,5 +1,3 @@
-"""Graphs of one operator of `jetdraft.native`, for tests."""
-
 import numpy as np
 import onnxruntime as ort
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
@@ -85,8 +83,6 @@ FLAGS = "do_rotary", "rotary_interleaved", "local_window_size"
 
 
 class Attending:
-    """Attention over a random text of `length` rows."""
-
     def __init__(
         self,
         heads=4,

@@ -1,9 +1,4 @@
-"""Every processor gives the same bits, and a damaged library or bundle is one line.
-
-`agreement.cpp` compares the bits with those of the portable code. Code for Arm and for
-older processors runs under qemu-user. SIMDe emulates the newest instructions of x86-64,
-which qemu lacks.
-"""
+"""All processors give the same bits; qemu-user and SIMDe stand for those not here."""
 
 import os
 import platform
@@ -36,7 +31,6 @@ QEMUS = {m: which(f"qemu-{m}-static") or which(f"qemu-{m}") for m in SOURCES}
 
 
 def compiled(folder, architecture, **changed):
-    """The program with all sources of an architecture but the operators, static."""
     target = ["-target", f"{architecture}-linux-musl"]
     sources = {FOLDER / f"{n}.cpp": f for n, f in SOURCES[architecture].items()}
     sources |= {FOLDER / f"{n}.cpp": f for n, f in changed.items()} | {PROGRAM: ()}
@@ -111,7 +105,6 @@ def test_code_for_all_processors_has_no_newer_instructions(tmp_path, source):
     ],
 )
 def test_another_processor(programs, libraries, machine, processor, found):
-    """It agrees, and loads the library with its C library and takes its best code."""
     qemu = QEMUS[machine], "-cpu", processor
     assert agreeing(*qemu, programs(machine)) == set(found)
     assert printed(*qemu, *libraries(machine)) == f"{found[0]}\n"
@@ -119,8 +112,6 @@ def test_another_processor(programs, libraries, machine, processor, found):
 
 @pytest.fixture(scope="module")
 def libraries(tmp_path_factory):
-    """A program for the oldest C library that the library runs on, and the library."""
-
     def built(machine):
         folder = tmp_path_factory.mktemp(machine)
         library, loader = SETUP["build"](folder, machine), folder / "load"
@@ -141,7 +132,6 @@ def packed(pair, once):
 
 
 def make(pair, once, recipe, kernel=None):
-    """A bundle of the target, with the sizes of `bundle`, whose traces it reads."""
     how = {"recipe": recipe, "capacity": 256, "max_width": 64, "kernel": kernel}
     return once(f"{recipe}-{kernel}", lambda to: exported(pair.target, to, **how).path)
 
@@ -159,7 +149,6 @@ def own(packed, tmp_path):
 
 @pytest.fixture(params=["missing", "empty", "another processor's", "unknown"])
 def fault(request, tmp_path, monkeypatch):
-    """A library that does not load; what the message says of it."""
     library = tmp_path / native.LIBRARY.name
     whole = native.LIBRARY.read_bytes()
     content, said = {
@@ -188,7 +177,6 @@ def generated(bundle):
 
 
 def test_a_bundle_says_what_it_lacks(packed, bundle, fault):
-    """For products and attention, or for attention alone."""
     fix = () if fault == UNKNOWN else (INSTALL,)
     for folder in (packed, bundle):
         assert_refused(generated(folder), fault, *fix)
@@ -222,7 +210,6 @@ def test_a_bundle_runs_on_any_instructions(packed, monkeypatch):
 
 
 def change_product(bundle, **attributes):
-    """Give a product of a bundle's target other attributes, under new hashes."""
     for file in (bundle / "target.onnx", bundle / "target-tree.onnx"):
         model = onnx.load(file, load_external_data=False)
         products = [n for n in model.graph.node if n.op_type == native.MULTIPLY]

@@ -94,7 +94,6 @@ def test_a_pass_may_have_no_rows():
 @pytest.mark.parametrize("grid", GRIDS)
 @pytest.mark.parametrize("threads", [1, 3])
 def test_a_row_has_the_bits_of_its_expert_alone(grid, threads):
-    """Whoever is beside it: no row, rows of the same expert, rows of all."""
     random, columns, count = np.random.default_rng(1), 176, 5
     stack = random_matrix(grid, count * columns, 288)
     x = random.standard_normal((23, 288)).astype(np.float32)
@@ -214,7 +213,6 @@ def test_attention_is_close_to_onnxruntimes(attention, width):
 
 
 def test_attention_gives_a_row_the_same_bits_everywhere(attention, monkeypatch):
-    """In every pass, at any number of threads, in any buffer, and by portable code."""
     whole = attention.read(80)
     for width in (*range(1, 17), 64):
         found = attention.read(width, 80 + 7 * width, threads=1 + width % 2)
@@ -237,7 +235,6 @@ def test_a_bias_is_added_for_all_heads_or_for_each(heads):
 
 @pytest.mark.parametrize("width", [1, 4, 83])
 def test_hidden_slots_change_no_bit_of_attention(width):
-    """Rows beyond a gap of three slots, as in a pass with branches."""
     rows = [*range(40), 7, 60, 3, *range(40, 80)]
     bias = np.zeros((1, 1, 83, 99), np.float32)
     bias[:, :, 43:, 40:43] = HIDDEN
@@ -264,7 +261,6 @@ def test_attention_writes_keys_and_values_into_buffers():
 
 @pytest.mark.parametrize("domain", [DOMAIN, "com.microsoft"])
 def test_attention_without_keys_reads_the_keys_of_another_layer(domain):
-    """With a window and rotated queries; later rows that it holds are not seen."""
     attention = Attending(packed=False, do_rotary=1, local_window_size=7)
     buffers, rows = attention.buffers(80), range(80)
     y, *buffers = attend(attention, rows, 0, buffers)
@@ -363,10 +359,7 @@ TEXT_ROWS = 40
 
 
 class Case:
-    """An operator over a text of `TEXT_ROWS` rows: `rows`, and what all passes share.
-
-    Arrays with three axes in `others` are rows too.
-    """
+    """An operator over `TEXT_ROWS` rows of text; arrays of three axes are rows."""
 
     def __init__(self, function, name, rows, same, states, others):
         self.function, self.states = function, states
@@ -384,7 +377,6 @@ class Case:
         self.sessions = {count: session_of(graph, count) for count in (1, 3)}
 
     def inputs(self, some, states, counts):
-        """What the operator reads in a pass over `some` rows, by name."""
         before, behind = (
             [x[:, some] if x.ndim == 3 else x for x in part]
             for part in (self.before, self.behind)

@@ -1,5 +1,3 @@
-"""JSON, checkpoints, manifests and bounds of strangers: one line or no effect."""
-
 import copy
 import json
 import os
@@ -178,7 +176,6 @@ def test_brackets_in_strings_are_no_depth():
 
 
 def test_takes_time_in_proportion():
-    """A text of a megabyte, whatever it holds, is read or refused in a moment."""
     texts = ['"' + "\\" * 999_998, '["' * 333_333, "[]," * 333_333, '"\\"' * 333_333]
     start = time.monotonic()
     for text in texts:
@@ -354,7 +351,6 @@ WRONG = [
 
 
 def places(value: object, path: tuple = ()) -> Iterator[tuple]:
-    """The paths of all fields, containers too; of lists, graphs and files the first."""
     if path:
         yield path
     if isinstance(value, dict):
@@ -448,7 +444,6 @@ def damaged(content, chance):
 
 
 def test_a_damaged_npz_is_refused_whatever_the_damage(tmp_path):
-    """Among them encrypted entries, unknown compressions and huge shapes."""
     file, chance = tmp_path / "some.npz", random.Random(3)
     np.savez(file, a=np.arange(4), b=np.array("text"), c=np.zeros((2, 3), np.float32))
     content, refused = file.read_bytes(), 0
@@ -489,7 +484,6 @@ def test_a_prefix_with_other_rows_is_refused(toy_model, prefix):
 
 
 def test_a_prefix_of_odd_form_is_refused(toy_model, prefix):
-    """Somebody knows the hash, too."""
     file, arrays = prefix
     long = {
         name: np.zeros((*array.shape[:2], 3000, array.shape[3]), array.dtype)

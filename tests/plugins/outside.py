@@ -38,7 +38,6 @@ def write(model, method, **options):
 
 
 def guest(model):
-    """What the package's own method does."""
     texts = []
     for sampling, length in product(SAMPLINGS, LENGTHS):
         drafted = write(model, "again", num_draft_tokens=length, **sampling)

@@ -1,5 +1,3 @@
-"""A package brings a method: with no change to jetdraft it is a method like others."""
-
 import json
 import os
 import shutil
@@ -54,7 +52,6 @@ def look(bundle, beside=None):
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory):
-    """A folder with the package, put there by pip; nothing is downloaded."""
     folder = tmp_path_factory.mktemp("installed")
     source = shutil.copytree(HERE / "package", folder / "source")
     run = python(
@@ -140,7 +137,6 @@ def test_the_command_line_names_it(lines):
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
 @pytest.mark.parametrize("length", LENGTHS)
 def test_the_command_line_generates_with_it(lines, sampling, length):
-    """With its own options too."""
     answers = lines[sampling], lines[sampling, length]
     assert [answer["exit_code"] for answer in answers] == [0, 0], answers
     plain, drafted = (json.loads(answer["stdout"]) for answer in answers)

@@ -1,5 +1,3 @@
-"""Moments of a text's inputs, and which rung and units get more bits for it."""
-
 import numpy as np
 import onnx
 import pytest
@@ -65,14 +63,12 @@ def test_units_are_the_layers_and_the_head(sensitivity):
 
 
 def eight_bits(values, size):
-    """The nearest of 255 numbers for each block, as numpy has it."""
     blocks = values.detach().numpy().reshape(-1, size)
     steps = np.abs(blocks).max(1, keepdims=True) / 127
     return torch.from_numpy(np.rint(blocks / steps) * steps).reshape(values.shape)
 
 
 def test_kl_is_that_of_quantized_weights_and_inputs(sensitivity):
-    """Against a model whose weights and inputs are replaced by hand."""
     divergence, model = sensitivity.divergence, sensitivity.divergence.model
     ids, layer = torch.cat(divergence.batches), model.model.layers[1]
     expected = model(ids).logits.log_softmax(-1)
@@ -99,7 +95,6 @@ def test_kl_is_that_of_quantized_weights_and_inputs(sensitivity):
 
 @pytest.fixture(scope="module")
 def logits_of(folder, tmp_path_factory):
-    """The step graph of a recipe's bundle."""
     output = tmp_path_factory.mktemp("bundles")
 
     def load(recipe):
@@ -278,8 +273,6 @@ ORT, OURS = "onnxruntime", "jetdraft"
 
 
 class Known:
-    """A divergence whose figures are given; the bytes follow from the bits."""
-
     units = {str(layer): {} for layer in range(10)} | {"head": {}}
     drop_blocks = staticmethod(lambda: None)
 

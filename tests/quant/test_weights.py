@@ -1,5 +1,3 @@
-"""Algorithms that quantize a matrix, and products that become integers."""
-
 import re
 from pathlib import Path
 
@@ -101,7 +99,6 @@ def float_matrices(data: bytes) -> list[np.ndarray]:
 
 
 def evaluate(model: ir.Model, inputs, output: ir.Value, feed: np.ndarray) -> np.ndarray:
-    """The part of the graph between, run by onnxruntime."""
     part = ir.convenience.extract(model.graph, inputs, [output])
     part_model = ir.Model(part, ir_version=10)
     session = onnxruntime.InferenceSession(
@@ -149,7 +146,6 @@ def test_product_equals_a_float_one_within_activation_rounding(quantized, recipe
 
 
 def readers_of_float_matrices(model: ir.Model) -> set[str]:
-    """Operators that read a float constant of two or more axes."""
     return {
         node.op_type
         for value in model.graph.initializers.values()
@@ -383,8 +379,7 @@ def test_no_number_is_off_by_more_than_its_step(name, bits, block):
         pytest.skip("it moves numbers on purpose")
     blocks, weights = by_algorithm(name, bits, block), matrix()
     steps = np.repeat(np.abs(blocks.scales), block, 1)[:, :ROWS].T
-    # Half a step, but the largest value of the other sign may lie one step outside;
-    # least squares cuts off more.
+    # Half a step; values of the other sign up to one step, and least squares cuts more.
     limit = 1.01 if name == "rtn" else 2.0
     assert np.abs(blocks.floats - weights).max() <= (limit * steps).max() + 1e-6
     assert blocks.integers.shape == (COLUMNS, -(-ROWS // block), block)
@@ -407,7 +402,6 @@ def test_zeros_help_where_blocks_are_not_about_0(name):
 
 
 def test_gptq_lowers_the_error_of_outputs():
-    """The error of the outputs, which counts, falls; the error of the weights rises."""
     weights, x = matrix(), inputs()
     errors = {}
     for name in ("rtn", "gptq"):
@@ -475,7 +469,6 @@ def test_moments_lower_the_error_where_they_are_large(grid, spread):
 
 @pytest.mark.parametrize("grid", GRIDS)
 def test_what_a_type_can_hold_is_held(grid):
-    """Zeros, equal numbers, and rows that fill no block."""
     matrix = np.zeros((300, 3), np.float32)
     matrix[:, 1], matrix[:, 2] = 0.5, -0.25
     found = dequantize(round_to_grid(matrix, grid), GGMLQuantizationType[grid])

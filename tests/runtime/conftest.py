@@ -1,5 +1,3 @@
-"""What the tests of the runtime share."""
-
 import shutil
 import time
 
@@ -26,10 +24,7 @@ class Clock:
 
 @pytest.fixture
 def steady_passes(monkeypatch):
-    """A clock that a pass moves by a fixed time, so a busy machine changes nothing.
-
-    A graph with features is a target: passes of all others take a tenth of its time.
-    """
+    """A target's pass moves the clock by a fixed time, other passes by a tenth."""
     clock, ready, run = Clock(), Graph._set_inputs, PassBinding.run
 
     def steadily_ready(graph, binding, cursor):

@@ -1,5 +1,3 @@
-"""Small bundles for each method, and generations with a proposer of a test."""
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -39,7 +37,6 @@ def _toy(folder: Path, method: str) -> None:
 
 
 def handmade(folder: Path, method: str, guesses: Any = GUESSES) -> None:
-    """Tables of numbers in place of networks, whose drafts are right now and then."""
     if method == "eagle":
         toy_eagle(folder, guesses)
     elif method in ("glide", "chimera"):
@@ -49,7 +46,6 @@ def handmade(folder: Path, method: str, guesses: Any = GUESSES) -> None:
 
 
 def _exported(folder: Path, method: str) -> None:
-    """An export of tiny random checkpoints; torch is imported here only."""
     import torch
 
     from jetdraft.checkpoints.streams import FORECAST, PromptSettings
@@ -115,8 +111,6 @@ MAKE: dict[str, Callable[[Path, str], Any]] = {
 
 
 class MethodBundles:
-    """Makes the bundle of a method when it is first asked for, in a folder."""
-
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
@@ -143,7 +137,6 @@ def pieces_of(
     widths=None,
     verifier=None,
 ):
-    """All pieces of a generation of a whole prompt, and its stats."""
     method = Method(NAME, "what a test proposes", lambda parts, options: proposer)
     with registered(method):
         drafting = Drafting("none", exact=exact)
@@ -168,6 +161,5 @@ def tokens_of(model, prompt, sampling, proposer=None, **options):
 
 
 def drafter_of(graph, name="draft"):
-    """A proposer of chains as `draft` makes, over a graph that no other uses."""
     widest = graph.contract.max_width - 1
     return ModelProposer(DraftCache(graph), Traits(name, widest, Kind.COUPLED))

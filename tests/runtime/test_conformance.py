@@ -1,7 +1,4 @@
-"""What every method must do: draft, and change no text, whatever happens around it.
-
-The table is the registry: a method that is not in `method_bundles.MAKE` fails here.
-"""
+"""Every registered method drafts and changes no text; see `method_bundles.MAKE`."""
 
 import json
 from dataclasses import replace
@@ -30,7 +27,6 @@ NO_PREFIX = {"block"}
 
 @pytest.fixture(scope="module")
 def model_of(method_bundles, tmp_path_factory):
-    """The model of a method's bundle, loaded once, and a store where it needs one."""
     models, folder = {}, tmp_path_factory.mktemp("stores")
 
     def load(method):
@@ -97,7 +93,6 @@ def test_the_text_is_that_of_plain_decoding(model_of, method, way):
 
 @every_method
 def test_a_prompt_that_goes_another_way(model_of, method):
-    """Rows that stay, rows that go, and rows of drafts leave no trace in a text."""
     model = model_of(method)
     for at in (0, 21, 39):
         prompt = [*PROMPT[:at], (PROMPT[at] + 1) % 288, *PROMPT[at + 1 :]]
@@ -250,7 +245,6 @@ def test_an_option_of_its_own_is_refused(model_of, names, drafting, words):
 
 @every_method
 def test_it_says_what_a_bundle_lacks(model_of, method_bundles, method):
-    """The record and the refusal say the same, and only of bundles that lack it."""
     record = methods()[method]
     assert record.lacks(Bundle.open(method_bundles[method])) == ""
     for other in ("draft", "eagle", "kangaroo", "glide", "chimera", "falcon"):
@@ -264,7 +258,6 @@ def test_it_says_what_a_bundle_lacks(model_of, method_bundles, method):
 
 @every_method
 def test_a_drafter_that_is_off(method_bundles, method, tmp_path):
-    """It drafts without the drafter, or says how to give it."""
     bundle, record = Bundle.open(method_bundles[method]), methods()[method]
     alone = replace(bundle, graphs={TARGET: bundle.target})
     how = {"threads": 1, "drafter_provider": "off", "store": tmp_path / "store"}

@@ -1,5 +1,3 @@
-"""A model and its conversations: what they refuse, keep and go on from."""
-
 import gc
 import json
 import shutil
@@ -343,7 +341,6 @@ def test_load_says_what_is_wrong_with_its_arguments(bundle, given):
 
 @pytest.mark.parametrize("given", [{"user": 3}, {"table": 3}], ids=str)
 def test_a_method_says_what_is_wrong_with_its_options(model, given):
-    """The user of a store and the trigram table are options of methods."""
     [name] = given
     with refused_option(f"{name} cannot be 3"):
         model.generate("a", drafting=given)
@@ -352,7 +349,6 @@ def test_a_method_says_what_is_wrong_with_its_options(model, given):
 
 
 def test_a_seed_is_drawn_where_none_is_given(model):
-    """`stats.seed` gives the text again; every call draws a seed of its own."""
     options = {
         "token_ids": IDS, "temperature": 1.0, "max_new_tokens": 30, "ignore_eos": True,
     }  # fmt: skip
@@ -369,7 +365,6 @@ def test_a_seed_is_drawn_where_none_is_given(model):
 
 @pytest.mark.parametrize(("temperature", "texts"), [(0.0, 1), (1.0, 2)])
 def test_a_seed_chooses_a_sampled_text_alone(model, temperature, texts):
-    """And the stats have it only then."""
     options = {"token_ids": IDS, "max_new_tokens": 30, "ignore_eos": True}
     options["temperature"] = temperature
     results = [model.generate(**options, seed=seed) for seed in (0, 7, 7)]

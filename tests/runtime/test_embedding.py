@@ -1,5 +1,3 @@
-"""The runtime in a program: contexts, threads, asyncio, pools and log probabilities."""
-
 import asyncio
 import sys
 import time
@@ -277,7 +275,6 @@ def test_nobody_else_uses_the_buffers_meanwhile(model, going, tmp_path, use):
 
 
 def refusal_in_a_thread(model):
-    """Why another thread cannot generate; None if it can."""
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(model.generate, **HOW).exception()
 
@@ -291,7 +288,6 @@ def test_another_thread_is_refused_too(model, going):
 def test_no_generation_begins_while_the_buffers_are_used(
     own, tmp_path, monkeypatch, use
 ):
-    """Not even between the look whether they are free and their use."""
     model, file = jetdraft.load(own, threads=1), tmp_path / "prefix.npz"
     model.save_prefix(file, OTHER_IDS)
     paused, user, refusals = Idle.paused, get_ident(), []

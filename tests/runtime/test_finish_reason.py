@@ -1,5 +1,3 @@
-"""All ways in which a generation ends: its name, and where the text ends."""
-
 import asyncio
 import gc
 import threading
@@ -23,7 +21,6 @@ def options(request):
 
 @pytest.fixture(autouse=True)
 def _free(model):
-    """However a generation ends, another one can begin."""
     yield
     with model.parts.claim.held():
         pass
@@ -31,7 +28,6 @@ def _free(model):
 
 
 def check(result, reason, whole):
-    """An ended text is the beginning of the whole text, and says why it ended."""
     assert result.finish_reason == result.stats.finish_reason == reason
     assert result.stats.to_json()["finish_reason"] == reason
     assert result.token_ids == whole[: len(result.token_ids)]
@@ -152,7 +148,6 @@ def test_deadline_before_the_first_token(model, options):
 
 
 def test_interrupted_inside_a_pass(model, options, whole, monkeypatch):
-    """Ctrl-C comes as an exception, wherever the program is."""
     target, passes = model.parts.target, []
     run = target.run
 

@@ -1,5 +1,3 @@
-"""Whatever is proposed, the text equals plain decoding's."""
-
 import ast
 import inspect
 import sys
@@ -70,8 +68,6 @@ def sometimes_right(tokens, at):
 
 
 class Branching(Scripted):
-    """Random trees around the known text, with equal siblings and dead ends."""
-
     traits = Traits("branching", max_draft_tokens=15)
 
     def __init__(self, truth):
@@ -205,7 +201,6 @@ def test_a_round_is_one_function_of_a_screen():
 
 
 def test_at_most_eight_frames_from_a_round_to_onnxruntime(model, monkeypatch):
-    """For a drafter and for the target, from the round to the session's run."""
     depths, run = {}, PassBinding.run
 
     def counted(bound, *arguments):

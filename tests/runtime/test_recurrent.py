@@ -1,5 +1,4 @@
-"""Targets with recurrent states, or with layers that share keys and values: chains of
-all methods give the text of plain decoding."""
+"""Targets with recurrent states or shared layers: all methods give the plain text."""
 
 import json
 import shutil
@@ -38,7 +37,6 @@ PLAIN = {"method": "none", "max_new_tokens": 12, "ignore_eos": True}
 
 
 def add_mtp(folder, config) -> None:
-    """Add an MTP module of random weights to a checkpoint of Qwen3.5."""
     torch.manual_seed(11)
     rows = 2 * config.num_attention_heads * config.head_dim  # queries and their gates
     tensors = MTP["qwen"][1]()
@@ -120,7 +118,6 @@ def test_a_restored_prefix(model, tmp_path):
 
 @of_states
 def test_a_continued_text_is_not_read_again(model):
-    """From its end, or from the end of its prompt; from nowhere between."""
     model.forget()
     sequence = [*PROMPT, *model.generate(token_ids=PROMPT, **PLAIN).token_ids]
     reused = []
@@ -158,7 +155,6 @@ def test_kept_rows_have_a_price(model, monkeypatch):
 
 @pytest.mark.parametrize("length", [5, 40])
 def test_an_assistant_drafts_as_in_transformers(tmp_path, length):
-    """Within the window and beyond it, after a draft that nobody accepted."""
     config = SHARING["gemma4"]()
     source = save_checkpoint(tmp_path / "gemma4", config)
     head = save_assistant(tmp_path / "head", config)
@@ -267,7 +263,6 @@ def other_state(graph):
     ],
 )
 def test_an_edited_graph_is_refused_in_a_line(bundles, tmp_path, edit_graph, words):
-    """With an operator of another version, or with inputs for other states."""
     others = shutil.ignore_patterns("bundle.json", "profiles")
     copy = shutil.copytree(bundles["qwen3_5"].path, tmp_path / "copy", ignore=others)
     model = onnx.load(copy / "target.onnx", load_external_data=False)

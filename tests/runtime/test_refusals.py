@@ -1,8 +1,4 @@
-"""Speculation must not be a way around a refusal (RMCBench).
-
-A target refuses one kind of request; its drafter always answers. Only a verifier that
-is marked lossy lets the drafter's answer through.
-"""
+"""A lossy verifier alone lets a drafter's answer through a refusal (RMCBench)."""
 
 import pytest
 import torch
@@ -29,7 +25,6 @@ LOSSY = ("typical", "tolerant")
 
 
 def trained(config, refuses: float, folder, seed: int):
-    """A model that has learned, in a second, how to go on after each request."""
     torch.manual_seed(seed)
     model, codec = AutoModelForCausalLM.from_config(config), tokenizer()
     rows = [(p, REFUSAL, refuses) for p in BAD] + [(p, ANSWER, 1.0) for p in GOOD]
@@ -91,7 +86,6 @@ def test_every_method_refuses_token_by_token_as_plain_decoding_does(guarded, opt
 
 @pytest.mark.parametrize("verifier", LOSSY)
 def test_lossy_verifiers_let_answers_through_that_the_target_refuses(guarded, verifier):
-    """They say so: an exact generation refuses them."""
     lossy = {
         "method": "draft",
         "num_draft_tokens": 2,

@@ -1,5 +1,3 @@
-"""Conversations and chats whose model calls tools."""
-
 import contextlib
 import io
 import json
@@ -178,7 +176,6 @@ def client(pool):
 
 
 def biased(model, choice):
-    """Options that make a model call where it may leave that."""
     [begin] = model.parts.text.encode("<tool_call>", add_special=False)
     bias = {"logit_bias": {begin: 1000.0}} if choice == "auto" else {}
     return {"max_new_tokens": 100, **bias}
@@ -281,8 +278,6 @@ def of(calls):
     return [(c.function.name, json.loads(c.function.arguments)) for c in calls]
 
 
-# --- thoughts -------------------------------------------------------------------------
-
 THINKING = """\
 {% for message in messages %}<|im_start|>{{ message.role }}
 {% if message.reasoning_content and keep %}<think>
@@ -309,7 +304,6 @@ SCHEMA = record(side={"enum": ["left", "right"]}, n={"const": 7})
 
 @pytest.fixture(scope="module")
 def thinkers(bundle, tmp_path_factory):
-    """Models of random weights, by the marks of their thoughts."""
     models = {}
     for name, tokens in THOUGHT_TOKENS.items():
         folder = tmp_path_factory.mktemp(name) / "bundle"
@@ -320,14 +314,12 @@ def thinkers(bundle, tmp_path_factory):
 
 
 def biases(model, **wanted):
-    """Biases of tokens by their names, and none of them ends a text by itself."""
     ids = {name: model.encode(f"<{name}>")[0] for name in wanted}
     ends = dict.fromkeys(model.bundle.eos_token_ids, -1000.0)
     return {"logit_bias": {**ends, **{ids[name]: b for name, b in wanted.items()}}}
 
 
 def same_with_drafts(model, ask, **options):
-    """The reply of plain decoding, which all ways of drafting give too."""
     plain = model.chat(ask, method="none", **options)
     for draft in DRAFTS:
         drafted = model.chat(ask, **draft, **options)

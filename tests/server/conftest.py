@@ -1,5 +1,3 @@
-"""One service over the toy bundle, for all tests of a file."""
-
 import time
 
 import pytest
@@ -24,7 +22,6 @@ def service(toy):
 
 @pytest.fixture
 def fresh(service):
-    """Another service over the same models; a service serves once."""
     return Service(service.pool, "toy", LIMITS)
 
 
@@ -42,7 +39,6 @@ def client(address):
 
 @pytest.fixture(scope="module")
 def model(service):
-    """The same bundle, to ask without a server."""
     return service.pool.models[0].twin()
 
 

@@ -1,5 +1,3 @@
-"""A service that listens in a thread of this process, or in a process of its own."""
-
 import json
 import os
 import re
@@ -33,7 +31,6 @@ main(sys.argv[1:])
 
 @contextmanager
 def served(service: Service, *more: socket.socket) -> Iterator[str]:
-    """The address of a service, which may listen on further sockets."""
     with open_listener("127.0.0.1", 0) as listener:
         server = HttpServer(service, "127.0.0.1")
         thread = threading.Thread(
@@ -52,7 +49,6 @@ def served(service: Service, *more: socket.socket) -> Iterator[str]:
 def serving(
     command: list[str], **environment: str
 ) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A process that serves, and its address."""
     with subprocess.Popen(
         command, stderr=subprocess.PIPE, text=True, env={**os.environ, **environment}
     ) as process:
@@ -94,12 +90,10 @@ def connect(
 
 
 def read(line: socket.socket) -> bytes:
-    """All that a server sends until it closes the connection."""
     return b"".join(iter(lambda: line.recv(65536), b""))
 
 
 def until(holds, seconds=60.0):
-    """Wait for something that has to come."""
     end = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < end, "it never came"

@@ -1,5 +1,3 @@
-"""What OpenAI's own client gets, against the same model asked directly."""
-
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -151,7 +149,6 @@ def test_a_tool_is_called(client, choice, stream):
 
 
 def test_tools_may_be_left_alone_and_answered(client):
-    """With "auto" it writes one or the other, never half of one."""
     asked = {"model": "toy", "tools": [READ_SENSOR], "temperature": 1.0}
     question = [{"role": "user", "content": "What is the temperature?"}]
     for seed in range(10):
@@ -177,7 +174,6 @@ def test_tools_may_be_left_alone_and_answered(client):
 
 
 def test_tools_beside_a_response_format(client):
-    """A call, or JSON of the schema: nothing else may be written."""
     schema = {
         "type": "object",
         "properties": {

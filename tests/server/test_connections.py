@@ -1,5 +1,3 @@
-"""Connections that are silent, too many or closed by half, and fair turns."""
-
 import asyncio
 import http.client
 import json
@@ -31,7 +29,6 @@ HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
 
 
 def test_idle_connections_give_way(service, address):
-    """More of them than the limits allow, half of them in the middle of a request."""
     with ExitStack() as stack:
         for number in range(140):
             line = stack.enter_context(connect(address))
@@ -224,7 +221,6 @@ def test_a_network_of_ipv6_is_one_client():
 
 
 def test_turns_go_by_the_connection(fresh, slow, tmp_path):
-    """Neither `user` nor a header makes another client; another door does."""
     path = tmp_path / "s"
     headers = {"X-Forwarded-For": "10.0.0.9", "Forwarded": "for=10.0.0.9"}
     with ExitStack() as stack:
@@ -323,8 +319,6 @@ def run(coroutine):
 
 
 def story(body):
-    """A test that runs in an event loop, for half a minute at most."""
-
     @wraps(body)
     def test():
         run(body())
@@ -436,8 +430,6 @@ async def test_a_model_given_to_who_just_left_goes_on():
 
 
 class Windows:
-    """A stream between two generations: the model has nothing to cancel."""
-
     max_seconds, count = 30.0, 1
 
     def __init__(self):

@@ -1,5 +1,3 @@
-"""The client of examples/cpp, built and run."""
-
 import json
 import os
 import shutil
@@ -19,7 +17,6 @@ PROMPT = 'The "robot" sees\n'
 
 
 def builds():
-    """Whether a compiler and the headers of libcurl are here."""
     if not shutil.which("c++"):
         return False
     command = ["c++", "-fsyntax-only", "-include", "curl/curl.h", "-x", "c++", "-"]
@@ -57,7 +54,6 @@ def door(request, service, tmp_path_factory):
 
 
 def run(program, door, *words):
-    """The JSON objects that the client prints."""
     _, address, more = door
     done = ended(program, address, PROMPT, *more, *words, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")

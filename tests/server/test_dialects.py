@@ -1,5 +1,3 @@
-"""The APIs of Anthropic, Ollama, OpenAI's responses and sounds, against the model."""
-
 import json
 from contextlib import contextmanager
 
@@ -58,7 +56,6 @@ def events_of(answer):
 
 
 def said(path, answer):
-    """The text of a whole answer, its calls, and why it ended."""
     if path == MESSAGES:
         text = "".join(b["text"] for b in answer["content"] if b["type"] == "text")
         uses = [b for b in answer["content"] if b["type"] == "tool_use"]
@@ -75,7 +72,6 @@ def said(path, answer):
 
 
 def joined(path, events):
-    """The whole answer of the events of a stream."""
     if path == RESPONSES:
         numbers = [event["sequence_number"] for event in events]
         assert numbers == list(range(len(events)))
@@ -225,7 +221,6 @@ def test_how_a_text_was_cut(address):
 
 
 def message_of(path, error):
-    """The message of an error, which has the shape of its API."""
     if path.startswith("/api/"):
         assert error.keys() == {"error"}
         return error["error"]
@@ -269,7 +264,6 @@ def test_wrong_bodies_are_refused_in_the_api_s_own_shape(address, path, body, wo
 
 @pytest.mark.parametrize("path", [*GREEDY, "/api/generate"])
 def test_an_error_in_a_stream_has_the_api_s_shape(address, path):
-    """Its constraint admits no end within the time."""
     body = {"grammar": 'start: "a"{10000000}', "stream": True, "model": "toy"}
     body |= {"messages": HELLO, "input": "a", "prompt": "a", "max_tokens": 4}
     if path != RESPONSES:
@@ -339,7 +333,6 @@ SOUND = whispers.wav(whispers.sound(1.5))
 
 @contextmanager
 def listening(whisper, **limits):
-    """An address that transcribes within limits, and the model behind it."""
     with (
         Pool(whisper / "bundle", 1, threads=1) as pool,
         served(Service(pool, "whisper", Limits(**limits))) as address,

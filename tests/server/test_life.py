@@ -1,5 +1,3 @@
-"""Clients that leave, do not read or are many; servers that end; kept beginnings."""
-
 import json
 import os
 import re
@@ -58,7 +56,6 @@ def test_a_client_that_goes_away_leaves_the_queue(service, address, slow):
 
 
 def test_who_does_not_read_holds_nobody_up(service, address):
-    """The model is free when the text is there, read or not."""
     body = {**LONG, "stream": True, "logprobs": 5}
     before = service.desk.total.generations
     lines = [connect(address, body, buffer=4096) for _ in range(6)]
@@ -157,7 +154,6 @@ def test_the_log_has_every_request_and_no_text(fresh, caplog):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_text_longer_than_the_drain_is_cut_and_answered(toy, stream):
-    """Who waits is refused: there is no time to begin with another text."""
     with started(toy, "--drain", "1", slow=0.05) as (process, address):
         answers = []
         threads = [asked(address, answers, {**LONG, "stream": stream})]
@@ -286,7 +282,6 @@ def resident(pid):
 
 
 def ask(address, number):
-    """What one client got: by turns whole and streamed, text and chat."""
     found = {}
     with OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as client:
         for turn in range(REQUESTS):
@@ -322,7 +317,6 @@ def test_all_are_answered_and_none_mixed_up(toy, model):
 
 @pytest.fixture
 def manager(tmp_path):
-    """A socket such as systemd's."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as own:
         own.bind(str(tmp_path / "notify"))
         own.settimeout(60)
@@ -349,7 +343,6 @@ def test_readiness_watchdog_and_end(manager, toy, monkeypatch):
 
 
 def test_a_model_that_hangs_is_not_alive(service, address):
-    """A text that continues after its end: only a pass that never ends does so."""
     assert service.desk.overdue <= 0
 
     class Hanging:
@@ -417,7 +410,6 @@ def pool(bundle):
 
 
 def answered(folder, model, prompt):
-    """The result of a request, as a server runs it."""
     folder.load(model, prompt)
     result = model.generate(token_ids=prompt, **OPTIONS)
     folder.save(model, prompt)
@@ -502,7 +494,6 @@ def test_a_damaged_file_is_deleted(pool, tmp_path, caplog, damage):
 
 
 def test_a_server_shares_beginnings(pool, tmp_path):
-    """The jobs of a server load and save, each with its model."""
     from openai import OpenAI
 
     from tests.server.serving import served

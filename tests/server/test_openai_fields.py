@@ -84,7 +84,6 @@ TEXTS = {
 
 
 def parts(value: object) -> Iterator[BaseModel]:
-    """All models inside an answer."""
     if isinstance(value, BaseModel):
         yield value
         value = dict(value)
@@ -95,7 +94,6 @@ def parts(value: object) -> Iterator[BaseModel]:
 
 
 def checked(kind: type[BaseModel], data: dict, ours: str = "") -> BaseModel:
-    """An answer that has all fields of OpenAI, and no other but `ours`."""
     answer = kind.model_validate(data, strict=True)
     for part in parts(answer):
         extra, fields = set(part.model_extra or {}), part.model_fields_set
@@ -116,7 +114,6 @@ def post(address, path, body) -> dict:
 
 
 def streamed(address, path, body, usage: bool) -> list[dict]:
-    """The chunks of an answer, whose `usage` is where OpenAI has it."""
     body = {"temperature": 0, **body, "stream": True}
     if usage:
         body["stream_options"] = {"include_usage": True}
@@ -217,7 +214,6 @@ def test_a_text(address, model, case):
 
 
 def test_rejected_drafts_are_those_that_were_compared(address, model):
-    """Tokens behind the first wrong one were never looked at."""
     draft = {"method": "draft", "num_draft_tokens": 4}
     stats = model.generate(PROMPT, max_new_tokens=40, **draft).stats
     body = {"prompt": PROMPT, "max_tokens": 40, **draft}

@@ -1,5 +1,3 @@
-"""The page at / in a headless browser."""
-
 import os
 import shutil
 
@@ -44,7 +42,6 @@ def wait(browser, holds):
 
 @pytest.fixture
 def slow_passes(service):
-    """The controllers believe that drafting pays, however busy this machine is."""
     for model in service.pool.models:
         curve = model.parts.curve
         curve.passes = dict.fromkeys(curve.passes, 50.0)

@@ -1,5 +1,3 @@
-"""Requests, hosts, keys and constraints that cannot be right or take too much."""
-
 import http.client
 import json
 import os
@@ -239,7 +237,6 @@ def test_other_errors(address):
 
 @pytest.mark.parametrize("length", [2000, 19_000])
 def test_a_prompt_that_is_too_long_has_openais_code(service, length, monkeypatch):
-    """The longer one is not even encoded: that would take its time in vain."""
     limits = replace(LIMITS, max_body_bytes=1_000_000)
     text = "a b " * length
     if length == 19_000:
@@ -385,7 +382,6 @@ def test_hosts_are_parsed():
 @pytest.mark.parametrize("key", ["", " key", "a key", "key\n", "schlüssel"])
 @pytest.mark.parametrize("by_environment", [False, True])
 def test_keys_that_nobody_could_send(tmp_path, key, by_environment):
-    """They are refused before anything is loaded: there is no bundle here."""
     command = ["serve", str(tmp_path), "--port", "0"]
     environment = {"JETDRAFT_API_KEY": key} if by_environment else {}
     given = [] if by_environment else ["--api-key", key]
@@ -405,7 +401,6 @@ def limited(toy):
 
 
 def timed(address, body, path="/v1/completions"):
-    """The status and the answer, and how long it took."""
     start = time.monotonic()
     connection = send(address, body, path)
     answer = connection.getresponse()

@@ -1,5 +1,3 @@
-"""Which drafter pays: its size, its training tokens, and what the program says."""
-
 import json
 from dataclasses import replace
 

@@ -1,5 +1,3 @@
-"""What a provider will do with a graph, from tables and without the provider."""
-
 import json
 
 import numpy as np
@@ -47,7 +45,6 @@ def bundles(tmp_path_factory):
 
 
 def graph(folder, *nodes, constants=(), inputs=("x",), kind=TensorProto.FLOAT):
-    """A graph file of nodes over [2, 2]; its output is y."""
     declared = [helper.make_tensor_value_info(name, kind, [2, 2]) for name in inputs]
     output = helper.make_tensor_value_info("y", kind, [2, 2])
     model = helper.make_model(
@@ -117,7 +114,6 @@ def test_webgpu_captures_chains_only(bundles):
 
 
 def test_a_planted_node_is_found(tmp_path):
-    """An operator of nobody between two others, and the copies around it."""
     nodes = [
         helper.make_node("Relu", ["x"], ["a"], name="before"),
         helper.make_node("Planted", ["a"], ["b"], name="planted", domain="own"),

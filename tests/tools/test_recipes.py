@@ -1,5 +1,3 @@
-"""Comparisons of recipes with their report, and figures of texts in a tokenizer."""
-
 import itertools
 import json
 import shutil
@@ -133,7 +131,6 @@ def test_a_place_with_something_else_is_refused(pair, tmp_path):
 
 
 def test_without_a_text_the_model_writes_one(pair, report, tmp_path):
-    """And over an earlier report a new one may be written."""
     out = shutil.copy(report[2] / "out.json", tmp_path / "out")
     twice = "int8-gptq-b32,none,int8-gptq-b32"
     how = ("--recipes", twice, "--output", out, "--threads=1")

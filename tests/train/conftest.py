@@ -1,5 +1,3 @@
-"""What the tests of trainings share."""
-
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -16,8 +14,6 @@ def text(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def learned_targets(once) -> Callable[[int], str]:
-    """Targets that know the text, by their number of layers; nobody changes them."""
-
     def of(layers: int) -> str:
         make = partial(learned_target, layers=layers)
         return str(once(f"learned-{layers}", make) / "tuned")
@@ -27,5 +23,4 @@ def learned_targets(once) -> Callable[[int], str]:
 
 @pytest.fixture(scope="module")
 def target(request, learned_targets) -> str:
-    """The target of a file, which says how many `LAYERS` it has."""
     return learned_targets(request.module.LAYERS)

@@ -25,8 +25,6 @@ def nothing(progress: Any) -> None:
 
 
 def interrupt(step: int) -> Any:
-    """A report that is Ctrl-C after a step."""
-
     def report(progress: Any) -> None:
         if progress.step == step:
             raise KeyboardInterrupt
@@ -47,7 +45,6 @@ def made(
 
 
 def learned_target(folder: Path, layers: int) -> str:
-    """A target that knows the text which drafters are to guess."""
     base = save_checkpoint(folder / "base", llama_config(num_hidden_layers=layers))
     return tuned(str(base), write_periodic(folder / "text.txt"), folder / "tuned")
 

@@ -1,5 +1,3 @@
-"""Drafters of blocks: what a block sees, what is learned, and what mistakes cost."""
-
 import json
 import random
 import shutil
@@ -64,7 +62,6 @@ def test_a_dflash_folder_has_the_published_names(target, text, tmp_path):
 
 
 def test_processes_draw_the_blocks_of_one(target, text, tmp_path):
-    """A sequence has the same blocks, whichever process learns it."""
     run = prepare(target, tmp_path / "out", text, "dflash")
     run.step = 3
     alone = SimpleNamespace(process_index=0, num_processes=1)
@@ -90,7 +87,6 @@ def labelled(*learned):
 
 
 def test_blocks_begin_before_learned_tokens():
-    """Not at the first row, which has no context, and not in a prompt or padding."""
     batch = labelled([0, 0, 0, 1, 1, 1, 0, 0], [1] * 8)
     assert block_starts(batch.labels[0]).tolist() == [2, 3, 4]
     assert block_starts(batch.labels[1]).tolist() == [1, 2, 3, 4, 5, 6]
@@ -131,7 +127,6 @@ def test_a_block_sees_its_context_and_itself():
 
 @pytest.mark.parametrize("kind", TASKS)
 def test_many_blocks_in_one_pass_are_the_blocks_alone(target, text, tmp_path, kind):
-    """The sums of several blocks are the sums of a pass for each of them."""
     run = prepare(target, tmp_path / "out", text, kind)
     pupil = run.module.eval()
     torch.manual_seed(2)
@@ -153,8 +148,7 @@ def test_many_blocks_in_one_pass_are_the_blocks_alone(target, text, tmp_path, ki
         torch.testing.assert_close(
             getattr(together, name), wanted, rtol=0.02, atol=0.05
         )
-    # Three guesses behind token 3, one behind token 9, and one behind token 10, since
-    # the next is outside.
+    # Three guesses behind 3, one behind 9, and one behind 10: the next is outside.
     assert together.places.tolist() == [3, 1, 1]
     later = lesson.ids.clone()
     later[:, 4:] = 1  # what follows an anchor must not change its guesses
@@ -300,7 +294,6 @@ def test_kept_rows_of_a_block_cost_acceptance(trained, right):
 
 
 def test_wrong_positions_cost_acceptance(trained, right, tmp_path):
-    """A block that begins five places too late, in the graph of the trained drafter."""
     others = shutil.ignore_patterns("bundle.json", "profiles")
     folder = shutil.copytree(right[1], tmp_path / "late", ignore=others)
     model = onnx.load(folder / "drafter.onnx", load_external_data=False)
@@ -316,7 +309,6 @@ def test_wrong_positions_cost_acceptance(trained, right, tmp_path):
 
 
 def test_other_taps_cost_acceptance(world, trained, right, tmp_path):
-    """Ids that are off by one name other states of the target."""
     if trained[0] != "dflash":
         pytest.skip("it reads no states")
 

@@ -1,5 +1,3 @@
-"""What is learned of a line of data, and the texts that a model writes for it."""
-
 import hashlib
 import json
 import tracemalloc
@@ -121,7 +119,6 @@ def test_a_text_becomes_windows(corpus):
 
 
 def test_only_completions_are_learned(tmp_path):
-    """What starts a text starts no completion."""
     words, row = tokenizer(), {"prompt": "def x", "completion": "return 12345"}
     example = read(tmp_path, row, "").validation[0]
     assert example == Example.completed(example.ids, len(words.encode("def x").ids))
@@ -164,7 +161,6 @@ def test_a_batch_gives_its_examples_back(tmp_path):
 
 
 def test_the_files_are_never_in_memory_together(tmp_path, monkeypatch):
-    """Their hash is taken file after file; it is the hash of all of them joined."""
     size, files = 1 << 22, [tmp_path / f"{n}.txt" for n in range(8)]
     for number, file in enumerate(files):
         file.write_bytes(bytes([97 + number]) * size)
@@ -204,7 +200,6 @@ def test_a_text_depends_on_its_own_prompt_and_seed_alone(model):
 
 
 def test_its_tokens_have_the_models_distribution(model):
-    """Also under a checkpoint's own settings, which say other things of sampling."""
     model.generation_config.repetition_penalty = 50.0
     model.generation_config.top_k = 1
     draws = 3000
@@ -248,7 +243,6 @@ def texts(model, tmp_path):
 
 @pytest.fixture
 def whole(texts, tmp_path, monkeypatch):
-    """Ten texts that were written at once, in shards of four."""
     monkeypatch.setattr(written_texts, "SHARD_TEXTS", 4)
     return replace(texts, folder=tmp_path / "one").complete(examples(10), range(10))
 
@@ -292,7 +286,6 @@ def test_a_stopped_writing_goes_on_after_its_last_shard(texts, whole):
 
 
 def test_a_large_batch_fills_several_files(texts, whole):
-    """A later run, with another batch size or on another device, finds them."""
     write = Mock(side_effect=continuations)
     for size in (9, 2):  # in the second run nothing is written again
         own = replace(texts, batch_size=size, write=write)
@@ -320,7 +313,6 @@ def test_batches_are_halved_where_memory_ends(texts, tmp_path):
 
 
 def test_processes_share_the_shards(texts, whole, monkeypatch):
-    """Nobody writes a shard of another process, and all read the same texts."""
     monkeypatch.setattr(written_texts, "LOOK_SECONDS", 0.01)
     shares, ticks = {}, {0: [], 1: []}
 
@@ -351,7 +343,6 @@ def test_a_process_that_is_gone_is_named_and_a_damaged_shard_too(texts, monkeypa
 
 
 def test_a_short_text_beside_a_long_prompt_stays_inside_the_positions():
-    """A text that has ended takes no more positions while the others go on."""
     torch.manual_seed(0)
     config = GPT2Config(n_positions=16, vocab_size=100, n_embd=32, n_layer=1, n_head=2)
     model = AutoModelForCausalLM.from_config(config).eval()

@@ -1,5 +1,3 @@
-"""Drafters, heads of EAGLE, prompt tokens and streams: what each learns."""
-
 import json
 import shutil
 from collections import Counter
@@ -187,7 +185,6 @@ def test_few_texts_are_told(target, tmp_path, steps, words):
 def test_labels_from_the_disk_teach_the_same(
     target, text, tmp_path, monkeypatch, draft_vocab
 ):
-    """Every text runs through the target once."""
     settings = replace(SMALL, draft_vocab=draft_vocab)
     options = replace(QUICK, steps=2)
 
@@ -242,7 +239,6 @@ def lines(file, rows):
 
 
 def test_the_advised_size_is_the_largest_that_is_cheap(tmp_path):
-    """Of a target that is not tiny; and a draft vocabulary allows more."""
     config = llama_config(
         hidden_size=512, intermediate_size=1536, num_hidden_layers=12, vocab_size=2048
     )
@@ -281,7 +277,6 @@ def prepared_head(target, output, text, settings=HEAD, options=QUICK):
 
 
 def test_an_eagle3_folder_has_the_published_names(target, text, tmp_path):
-    """What other engines look for; in half precision, of weights in float32."""
     small = replace(HEAD, inner=8, half=True)
     run = prepared_head(target, tmp_path / "out", text, small)
     fields, tensors = run.task.contents(run, run.weights, None)
@@ -302,7 +297,6 @@ def test_an_eagle3_folder_has_the_published_names(target, text, tmp_path):
 
 
 def test_the_draft_vocabulary_has_the_most_frequent_tokens(target, text, tmp_path):
-    """They are counted in the training texts, and stand in the order of their ids."""
     few = replace(HEAD, draft_vocabulary=5)
     run = prepared_head(target, tmp_path / "out", text, few)
     counts = Counter(token for text in run.corpus.training for token in text.ids)
@@ -343,7 +337,6 @@ def test_unrolled_steps_are_those_of_a_draft(target, text, tmp_path):
 
 
 def test_states_from_the_disk_teach_the_same(target, text, tmp_path, monkeypatch):
-    """Every text runs through the target once."""
     options = replace(QUICK, steps=2)
 
     def trained(name, settings):
@@ -404,7 +397,6 @@ def test_forecasts_from_the_command_line(target, text, tmp_path):
 
 
 def _assert_exports_refused(out, bundle):
-    """Each damage is mended after its refusal."""
     settings, weights = out / "streams.json", out / "streams.safetensors"
     model = out / "model.safetensors"
     good, embeddings = json.loads(settings.read_text()), load_file(weights)

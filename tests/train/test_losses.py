@@ -73,7 +73,6 @@ def by_hand(streamed):
 
 
 def test_the_loss_is_the_formula(streamed):
-    """Which sequences share a batch and how long their prompts are changes nothing."""
     with torch.no_grad():
         found = compute_losses(streamed, collate(SEQUENCES), GAMMA)
         wanted = by_hand(streamed)
@@ -82,7 +81,6 @@ def test_the_loss_is_the_formula(streamed):
 
 
 def masked(streamed, batch):
-    """The total loss with streams on all rows; the streams of a prompt do not count."""
     size, rows = batch.ids.shape
     at = torch.arange(rows)
     logits, early, _ = streamed(
@@ -105,7 +103,6 @@ def masked(streamed, batch):
 
 
 def test_gradients_are_those_of_streams_on_all_rows(streamed):
-    """The streams of a prompt's rows are not run, and nobody misses them."""
     batch = collate(SEQUENCES)
     gradients = []
     for loss in (
@@ -121,7 +118,6 @@ def test_gradients_are_those_of_streams_on_all_rows(streamed):
 
 
 def test_the_mean_over_parts_of_a_batch_is_that_of_the_batch(streamed):
-    """Processes have a part each, with other numbers of learned places."""
     task = StreamTask(StreamSettings(mode=SHARED, gamma=GAMMA))
     every = torch.tensor([5 + 4, 4 + 3, 3 + 2, 2 + 1])
     two = SimpleNamespace(processes=2, sum_over_processes=lambda places: every)
@@ -257,7 +253,6 @@ def test_the_mean_over_wrong_places():
 
 
 def test_a_cut_vocabulary_is_compared_within_itself():
-    """The second place has no token that can be drafted."""
     torch.manual_seed(0)
     logits = torch.randn(3, 12, requires_grad=True)
     can_draft = torch.zeros(12).bool()

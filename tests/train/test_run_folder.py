@@ -1,5 +1,3 @@
-"""What is around a training: its folder, and the machine with its processes."""
-
 import os
 import signal
 from pathlib import Path
@@ -44,7 +42,6 @@ def test_a_kill_between_the_last_two_steps_leaves_a_finished_training(
 
 
 def test_the_owner_of_a_cache_is_whole_whenever_others_look(tmp_path, monkeypatch):
-    """Two processes of a training open the folder at the same time."""
     opened = Path.open
 
     def open_(file, mode="r", *args, **more):
@@ -67,7 +64,6 @@ def test_a_copy_of_the_target_does_not_pass_for_the_result(tmp_path):
 
 
 def test_the_weights_of_the_target_are_not_written_again(tmp_path, monkeypatch):
-    """They are linked, as they can have gigabytes; where links fail, copied."""
     monkeypatch.setattr(run_folder, "LINKED_BYTES", 10_000)
     target = save_checkpoint(tmp_path / "target", llama_config())
     names = {True: "model.safetensors", False: "config.json"}

@@ -1,5 +1,3 @@
-"""Block drafters of encoder-decoders learn, resume and draft a line for each source."""
-
 import json
 import random
 from dataclasses import replace
@@ -95,7 +93,6 @@ def prepare(world, output, options=QUICK, data=None, **changes):
 
 @pytest.fixture(scope="module")
 def trained(world):
-    """A run that is shown nothing, its first and last reports, and its folder."""
     folder, seen = world[0] / "drafter", []
     run = prepare(world, folder, LONGER, glancing=0.0)
     figures = run.run(seen.append)
@@ -122,7 +119,6 @@ def drafted(bundle, mix_up=False, **how):
 
 
 def test_a_trained_drafter_is_right_more_often(world, trained, tmp_path):
-    """Also than one which reads another source."""
     _, before, figures, folder = trained
     assert len(figures["acceptance"]) == SLOTS
     assert figures["tokens_per_pass"] > 3 > 2 > before["tokens_per_pass"]
@@ -213,7 +209,6 @@ def test_a_share_of_the_wrong_guesses_is_told(world, tmp_path):
 
 
 def test_blocks_begin_at_the_start_of_a_text():
-    """Which is the first row, behind which nothing is written yet."""
     rows = collate(
         [Example.completed([5, 6, 7, 8, 9], 2), Example.completed([5, 6], 1)]
     )
@@ -270,7 +265,6 @@ def test_targets_of_other_kinds_are_refused(world, tmp_path):
 
 
 def test_two_models_in_one_process_keep_their_masks_apart(world):
-    """One may run while another is between two passes."""
     texts = torch.tensor([[5, 6, 7, 8]])
     models = [AutoModelForSeq2SeqLM.from_pretrained(world[1]) for _ in range(2)]
     masked = [Masked(model) for model in models]

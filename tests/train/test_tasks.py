@@ -1,5 +1,3 @@
-"""What every training does, whatever its task: resumes, refuses, and keeps."""
-
 import json
 import os
 import shutil
@@ -51,8 +49,6 @@ OPTIONS = TrainingOptions(steps=5, batch_size=2, sequence_length=32, validate_ev
 
 @dataclass(frozen=True)
 class Kind:
-    """A task with its settings, and a change with which a stopped run is refused."""
-
     task: type[Task]
     settings: Any
     change: dict[str, Any]
@@ -120,7 +116,6 @@ def weights_of(run) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("name", KINDS)
 def test_a_stopped_training_goes_on_as_if_it_had_not_stopped(targets, tmp_path, name):
-    """Whatever is drawn or written is the same as in an unbroken training."""
     whole = prepared(targets, name, tmp_path / "whole")
     whole.run(nothing)
     with pytest.raises(KeyboardInterrupt):
@@ -177,7 +172,6 @@ def test_a_loss_that_is_no_number_keeps_what_was_learned(
 
 @pytest.mark.parametrize("name", KINDS)
 def test_weights_that_are_no_numbers_are_never_saved(targets, tmp_path, name):
-    """And each weight has one optimizer; Muon moves matrices only."""
     run = prepared(targets, name, tmp_path / "out")
     optimizers = run.task.optimizers(run)
     moved = [w for o in optimizers for group in o.param_groups for w in group["params"]]
@@ -281,7 +275,6 @@ def test_outputs_that_cannot_be_written(targets, tmp_path):
 
 @pytest.mark.parametrize("name", ["draft", "eagle", "ppd", "block"])
 def test_the_target_writes_what_is_missing(targets, tmp_path, name):
-    """Without --regenerate, prompts alone; with it all completions, once."""
     prompt, end = " self for", " in range print"
     lines = [{"prompt": prompt}] * 8 + [{"prompt": prompt, "completion": end}]
     data = tmp_path / "data.jsonl"

@@ -1,8 +1,4 @@
-"""Trained drafters are right more often, in validations and in real drafts.
-
-The text is periodic and the target knows it, so that a trained drafter can know it, at
-each position. What it drafts changes no text, and its folder reads back as it was.
-"""
+"""Trained drafters guess a periodic text, which the target knows, more often."""
 
 import itertools
 import json
@@ -128,7 +124,6 @@ KINDS = {
 
 @pytest.fixture(scope="module", params=KINDS)
 def trained(request, target, tmp_path_factory):
-    """A kind, its training, and the figures of the first and of the last validation."""
     kind, seen = KINDS[request.param], []
     data = Path(target).parent / "text.txt"
     folder = tmp_path_factory.mktemp("trained") / "out"

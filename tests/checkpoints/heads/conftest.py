@@ -1,5 +1,3 @@
-"""A target, and its states for the heads of these tests."""
-
 from types import SimpleNamespace
 
 import pytest

@@ -23,7 +23,6 @@ def norm(width=H):
 
 
 def layer_tensors(prefix, inputs=H, qk_norm=False, first_norm=True, bias=False):
-    """A Llama layer whose query, key and value read `inputs` numbers."""
     tensors = {
         "self_attn.q_proj.weight": 3 * rand(HEADS * D, inputs),
         "self_attn.k_proj.weight": 3 * rand(KV * D, inputs),
@@ -110,7 +109,6 @@ def eagle1(fc_bias=True, embedding=True, para_norm=False):
 
 
 def eagle3(prefix="midlayer.", **changes):
-    """The layout of EAGLE's authors, SpecForge and AngelSlim."""
     config = layer_config(
         architectures=["LlamaForCausalLMEagle3"], model_type="llama",
         draft_vocab_size=VD, rope_scaling=None, attention_bias=False,
@@ -236,7 +234,6 @@ def speculators_dflash(cut=True, **changes):
 
 
 def dspark(kind="authors", taps=(2, 3, 5), **changes):
-    """DSpark as its authors, SpecForge (nested) and speculators write it."""
     outputs, rows, rank = [tap - 1 for tap in taps], VOCAB_SIZE, 8
     own = {"markov_rank": rank, "markov_head_type": "vanilla"}
     own |= {"enable_confidence_head": True, "confidence_head_with_markov": True}

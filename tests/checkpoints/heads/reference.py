@@ -64,7 +64,6 @@ def layer(w, x, theta, d, eps, before=None, hidden=None):
 
 
 def eagle1(weights, embedded, f, theta=10000.0, d=16, eps=1e-5):
-    """The predicted feature, which the target's LM head reads as it is."""
     if "embedding_layernorm.weight" in weights:
         embedded = rms(embedded, weights["embedding_layernorm.weight"], eps)
         f = rms(f, weights["hidden_states_layernorm.weight"], eps)
@@ -77,7 +76,6 @@ def eagle1(weights, embedded, f, theta=10000.0, d=16, eps=1e-5):
 
 
 def eagle3_fuse(weights, taps, eps):
-    """The features of rows, from the target's states at the taps."""
     joined = torch.cat(taps, -1)
     if "input_norm.weight" in weights:
         joined = rms(joined, weights["input_norm.weight"], eps)
@@ -143,12 +141,10 @@ def hydra(weights, head, f, path):
 
 
 def later(count):
-    """What causal attention hides."""
     return torch.ones(count, count, dtype=torch.bool).triu(1)
 
 
 def dflash_context(weights, taps, eps=1e-5):
-    """The features of rows, from the target's states at the taps."""
     joined = F.linear(torch.cat(taps, -1), weights["fc.weight"])
     return rms(joined, weights["hidden_norm.weight"], eps)
 

@@ -1,7 +1,4 @@
-"""Each mistake that an engine has made with a published head lowers its acceptance.
-
-A target learns a text in which three tokens decide the next; heads learn to draft it.
-"""
+"""Each mistake that an engine has made with a published head lowers its acceptance."""
 
 import copy
 from dataclasses import dataclass, replace
@@ -59,7 +56,6 @@ def text() -> Tensor:
 
 @pytest.fixture(scope="module")
 def taught(tmp_path_factory):
-    """A target that knows the text, and its states and logits there."""
     folder = tmp_path_factory.mktemp("gate") / "target"
     config = llama_config(
         num_hidden_layers=LAYERS,
@@ -83,7 +79,6 @@ def taught(tmp_path_factory):
 
 
 def eagle3(taught, folder) -> Eagle:
-    """speculators 3.1 with all its flags, and frequencies that are stretched."""
     config, tensors = layouts.speculators(
         norm_output=True, fc_norm=True, norm_before_residual=True,
         eagle_aux_hidden_state_layer_ids=TAPS,
@@ -100,7 +95,6 @@ def eagle3(taught, folder) -> Eagle:
 
 
 def eagle1(taught, folder) -> Eagle:
-    """The state after the final norm, and the target's own embedding and LM head."""
     config, tensors = layouts.eagle1(embedding=False)
     return load_head(write(folder, config, tensors), taught.target, torch.float32)
 
@@ -141,7 +135,6 @@ class Loop:
     keeps: bool = False
 
     def tokens_per_round(self) -> float:
-        """Drafted after every round of the text, and the target's own token."""
         features, words = self.head.fuse(self.taps)[0], text().tolist()
         self.cache = DynamicCache()
         place, fed, rounds = FIRST, 0, 0
@@ -164,7 +157,6 @@ class Loop:
         return (place - FIRST) / rounds
 
     def _run(self, tokens, features, positions) -> tuple[int, Tensor]:
-        """The token after the last row, and what this row carries."""
         places = torch.tensor([[self.offset + position for position in positions]])
         hidden, carried = self.head(
             torch.tensor([tokens]), features[None], places, self.cache

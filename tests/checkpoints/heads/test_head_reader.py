@@ -84,7 +84,6 @@ def test_eagle1(target, states, tmp_path, shape, file):
 
 
 def test_eagle1_as_old_vllm_wrapped_it(target, states, tmp_path):
-    """The layer's config may be inside another config."""
     torch.manual_seed(3)
     config, tensors = layouts.eagle1()
     wrapped = {"model_type": "eagle", "model": config}
@@ -156,7 +155,6 @@ def test_eagle3(target, states, tmp_path, case):
 
 
 def test_a_head_without_an_lm_head_has_rows_of_the_targets(target, tmp_path):
-    """speculators leaves it out where it was not trained."""
     config, tensors = layouts.speculators()
     del tensors["lm_head.weight"]
     head = load_head(write(tmp_path, config, tensors), target, torch.float32)
@@ -214,7 +212,6 @@ def test_medusa(target, states, tmp_path, layers):
 
 @pytest.mark.parametrize("biased", [False, True])
 def test_medusa_as_vllm_names_it(target, states, tmp_path, biased):
-    """Most of its files have no biases."""
     _, tensors = layouts.medusa(layers=2)
     if not biased:
         tensors |= {n: t * 0 for n, t in tensors.items() if n.endswith(".bias")}
@@ -294,7 +291,6 @@ DFLASH = {
 @pytest.mark.parametrize("known", [(), (4, 8)], ids=["masks", "known"])
 @pytest.mark.parametrize("case", DFLASH)
 def test_dflash(target, states, tmp_path, case, known):
-    """Ids of outputs and ids of inputs name the same states of the target."""
     make, shape, numerics = DFLASH[case]
     torch.manual_seed(3)
     config, tensors = make(**shape)
@@ -337,7 +333,6 @@ MISTAKES = {
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_changes_a_block(target, states, tmp_path, mistake):
-    """Mistakes that no equality of texts can see."""
     torch.manual_seed(3)
     drafter = load_head(write(tmp_path, *layouts.dflash()), target, torch.float32)
     right = filled(drafter, states)

@@ -1,5 +1,3 @@
-"""Folders of heads: refused in one line that names them, or with other rows read."""
-
 import os
 import pickle
 import re
@@ -34,7 +32,6 @@ ANY = "fetch|check|give|needs"
 
 # fmt: off
 KEYS = [
-    # A flag that is not known could change what every row computes.
     (EAGLE3, {"residual_scale": 2.0}, "residual_scale=2.0"),
     (EAGLE3, {"sliding_window": 64}, "sliding_window=64"),
     (EAGLE3, {"layer_types": ["sliding_attention"]},
@@ -63,7 +60,6 @@ KEYS = [
     *((make, {"gate": 1}, "has gate=1, which jetdraft does not know")
       for make in (CHIMERA, GLIDE, KANGAROO)),
     (FALCON, {"lstm_layers": 3}, "lstm_layers=3, which jetdraft does not know"),
-    # Values that load, and make every row NaN.
     *((make, fields, f"the config of .* has {words}")
       for make in (EAGLE1, EAGLE3)
       for fields, words in (
@@ -74,7 +70,6 @@ KEYS = [
           ({"rms_norm_eps": -1e-5}, "rms_norm_eps=-1e-05"),
           ({"hidden_act": "swoosh"}, "hidden_act='swoosh'; it needs an"),
       )),
-    # Another target.
     *((make, {"vocab_size": 9999}, "vocabulary of 9999 tokens")
       for make in (EAGLE3, DFLASH, DIFFUSION, CHIMERA, FALCON, GLIDE, KANGAROO)),
     *((make, {"hidden_size": 96}, "states of 96 numbers")
@@ -106,7 +101,6 @@ KEYS = [
     *((partial(make, layers=2), {}, "has 2 layers, and jetdraft reads .* of one;")
       for make in (CHIMERA, FALCON, GLIDE, KANGAROO)),
     (partial(CHIMERA, qk_norm=True), {}, "not a Chimera drafter with one Llama layer"),
-    # Values of other types.
     (EAGLE3, {"rms_norm_eps": [1]}, ANY), (EAGLE1, {"rms_norm_eps": "small"}, ANY),
     (EAGLE3, {"hidden_act": "no such thing"}, ANY), (EAGLE3, {"eagle_config": 5}, ANY),
     (EAGLE3, {"hidden_act": ["silu"]}, ANY), (EAGLE3, {TAPS: ["2", 3, 4]}, ANY),
@@ -115,7 +109,6 @@ KEYS = [
     (EAGLE3, {"layer_types": 5}, ANY), (EAGLE3, {"intermediate_size": 2**50}, ANY),
     (SPECULATORS, {"transformer_layer_config": 5}, ANY),
     (EAGLE3, {"architectures": 5}, ANY),
-    # Names and values that would steer a terminal.
     (EAGLE3, {"\x1b[2J": 1}, ANY), (EAGLE3, {"residual_scale": "\u202e"}, ANY),
 ]
 TENSORS = [
@@ -142,7 +135,6 @@ TENSORS = [
      "0.0.linear.bias of .* an infinite"),
     (MEDUSA, dict.fromkeys(["1.0.linear.weight", "1.0.linear.bias", "1.1.weight"]),
      "has the heads 0, 2, which"),
-    # Maps.
     (EAGLE3, {"t2d": None, "d2t": torch.full((VD,), VOCAB_SIZE)},
      "does not map 100 rows to different ids below 288"),
     (EAGLE3, {"t2d": None, "d2t": -IDS - 1}, "does not map 100 rows"),
@@ -152,7 +144,6 @@ TENSORS = [
     (EAGLE3, {"d2t": None}, "has no d2t"),
     (lambda: LONELY, {},
      "holds no head that jetdraft knows; it reads heads of EAGLE-1"),
-    # Odd names and shapes.
     (EAGLE3, {"model.layers.x.y": torch.zeros(2)}, ANY),
     (EAGLE3, {f"layers.{'9' * 5000}.y": torch.zeros(2)}, ANY),
     (EAGLE3, {QUERY: torch.tensor(1)}, ANY), (EAGLE3, {"d2t": torch.tensor(1)}, ANY),
@@ -167,7 +158,6 @@ TENSORS = [
 
 
 def refusal(target, source) -> str:
-    """Why a head is refused: one line that cannot steer a terminal."""
     with pytest.raises(CheckpointError) as caught:
         load_head(str(source), target, torch.float32)
     assert str(caught.value).isprintable()
@@ -229,7 +219,6 @@ def test_files_that_are_no_files_of_tensors(target, tmp_path):
 
 
 def test_a_whole_model_is_no_head(target, tmp_path):
-    """Neither the target itself without an MTP module, nor another model."""
     assert "has no MTP module" in refusal(target, target.source)
     save_checkpoint(tmp_path, llama_config(), tokenizer=False)
     message = refusal(target, tmp_path)
@@ -305,7 +294,6 @@ def lm_heads(head):
 @pytest.mark.parametrize("rows", [VOCAB_SIZE - 8, VOCAB_SIZE + 32])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_head_of_another_padding_says_the_same(target, tmp_path, layout, rows):
-    """It drafts no token that it or the target lacks, and reads all of the target's."""
     heads = [
         load_head(write(tmp_path / str(n), *made(layout, n)), target, torch.float32)
         for n in (VOCAB_SIZE, rows)
@@ -347,7 +335,6 @@ def test_the_targets_own_matrices_are_not_kept_twice(target, tmp_path, rows):
 
 
 def test_its_drafts_change_no_text(tmp_path):
-    """Its part of the vocabulary is one like any other, whoever reads it."""
     config = llama_config(num_hidden_layers=1, tie_word_embeddings=False)
     checkpoint = save_checkpoint(tmp_path / "target", config)
     rows, method = VOCAB_SIZE - 8, "medusa"

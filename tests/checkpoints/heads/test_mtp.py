@@ -89,7 +89,6 @@ def module_tensors(mtp, layout, names):
 
 
 def with_module(name, folder):
-    """Save a target whose file has a module too; itself and the oracle."""
     config, layout, names = CONFIGS[name]
     config.num_mtp_layers = 1
     if getattr(config, "layer_types", None) and config.model_type != "mellum":
@@ -134,12 +133,10 @@ def test_a_module_computes_what_transformers_computes(case):
         logits = oracle._project_to_logits(wanted)
     torch.testing.assert_close(hidden, wanted, **CLOSE)
     torch.testing.assert_close(head.lm_head(hidden), logits, **CLOSE)
-    # What the next step gets is the module's own normed state.
     assert torch.equal(carried, hidden)
 
 
 def check_training(target, folder):
-    """A training begins with the target's module; what it writes is read as that."""
     head = load_head(target.source, target, torch.float32)
     task = EagleTask(EagleSettings(kind="mtp"))
     pupil = task.new_drafter(SimpleNamespace(target=target))
@@ -158,7 +155,6 @@ def test_a_training_begins_with_the_module(case, tmp_path):
 
 
 def mimo(folder):
-    """A Qwen2 target with a module as MiMo-7B publishes it, and its tensors."""
     torch.manual_seed(7)
     config, layout = MTP["mimo"]
     save_checkpoint(folder, config, tokenizer=False)
@@ -174,7 +170,6 @@ def test_a_training_of_mimo_keeps_its_order(tmp_path):
 
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_a_hybrid_lends_its_layer_or_is_refused_in_a_line(name, tmp_path):
-    """The copied weights are of a layer that attends too."""
     save_checkpoint(tmp_path, HYBRIDS[name](), tokenizer=False)
     run = SimpleNamespace(target=Checkpoint.load(str(tmp_path), torch.float32))
     task, layers = EagleTask(EagleSettings(kind="mtp")), run.target.model.model.layers
@@ -191,7 +186,6 @@ def test_a_hybrid_lends_its_layer_or_is_refused_in_a_line(name, tmp_path):
 
 @pytest.mark.parametrize("name", ["GLM-4", ""])
 def test_a_hub_id_is_exported_with_the_module_in_its_files(name, tmp_path, monkeypatch):
-    """As a folder is; here the files are in a cache, once without a module."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     cache = tmp_path / "models--tiny--target"
@@ -253,7 +247,6 @@ def test_two_modules_are_refused(tmp_path):
 
 
 def test_mimo_with_its_own_config(tmp_path):
-    """Its layers are Qwen2's; the code in its folder is never run."""
     file, plain = tmp_path / "config.json", mimo(tmp_path)[0].model
     own = {
         "model_type": "mimo",

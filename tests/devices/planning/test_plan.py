@@ -1,5 +1,3 @@
-"""Plans of a device, and the roofline below them."""
-
 import dataclasses
 import itertools
 import json
@@ -88,7 +86,6 @@ def test_nothing_is_gained_where_nothing_is_accepted(config):
 
 
 def test_only_the_given_methods_are_compared_and_their_cost_counts(config):
-    """Drafts of a method that is not built in, at every kind of cost."""
     device, target = "orin-nx-16gb", config(CONFIG)
     drafter = config(SMALL, "drafter.json")
     on_gpu = Question(target, device, provider="cuda")
@@ -126,7 +123,6 @@ def test_a_drafter_costs_time_and_memory(config):
 def test_the_context_is_read_and_kept(config):
     target = config(CONFIG)
     short, long = (plan(ask(target, context=n)) for n in (64, 32768))
-    # 28 layers of 8 heads of 128, keys and values of two bytes.
     cache_mb = (32768 - 64) * 28 * 2 * 8 * 128 * 2 / 1e6
     assert long.needed_mb - short.needed_mb == pytest.approx(cache_mb)
     assert long.pass_ms_by_width[1] > short.pass_ms_by_width[1]
@@ -279,7 +275,6 @@ OTHERS = {
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_experts_and_shared_layers_are_those_of_the_model(name):
-    """And what a pass of a row reads of a mixture: the experts that it uses."""
     config = dict(OTHERS[name])
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config)).eval()
     named = model.named_parameters()
@@ -362,7 +357,6 @@ def test_a_vision_model_is_its_text_part():
     [(LLAMA, {"tied": True}, 2 * 128 * 64), (LFM2, {"state_values": 0}, 2 * 4 * 256)],
 )
 def test_memory_counts_a_tied_head_once_and_states_twice(config, change, size):
-    """States in use, and at the end of the prompt."""
     sizes, recipe = Dimensions.of(config), Recipe.parse("int4-b64-headnone")
     changed = dataclasses.replace(sizes, **change)
     more, less = (LoadedDecoder(n, recipe).memory_mb(10) for n in (sizes, changed))
@@ -381,7 +375,6 @@ def test_memory_counts_a_tied_head_once_and_states_twice(config, change, size):
     ],
 )
 def test_bytes_of_a_recipe(name, layers, head):
-    """The model has three layers; scales are halves."""
     load = LoadedDecoder(Dimensions.of(LLAMA), Recipe.parse(name))
     assert load.weight_bytes == pytest.approx(layers)
     assert load.head_bytes == pytest.approx(head)

@@ -1,5 +1,3 @@
-"""Earlier responses and trigram tables: kept for a user, and what they draft."""
-
 import sqlite3
 import time
 import tracemalloc
@@ -414,7 +412,6 @@ def test_drafts_follow_the_likeliest_successor():
     assert proposer.propose([1, 2], 3).tokens == [2, 3, 4, 5]
     assert proposer.propose([9], 3).tokens == [9]
     assert proposer.propose([1, 2], 3, parents=[0, 1, 0]).tokens == [2, 3, 4, 5]
-    # A repeated text is learned.
     proposer = TrigramProposer(Trigrams())
     text = [5, 9, 7, 3, 8, 6] * 3
     proposer.begin(text, Chooser(Sampling()))
@@ -422,8 +419,6 @@ def test_drafts_follow_the_likeliest_successor():
 
 
 class Counted(list):
-    """A prompt that counts the tokens that are copied out of it."""
-
     copied = 0
 
     def __getitem__(self, key):
@@ -434,7 +429,6 @@ class Counted(list):
 
 
 def test_a_long_prompt_is_read_in_linear_time():
-    """It is learned in windows, and not in all of its beginnings."""
     prompt = Counted(range(5000))
     Counted.copied = 0
     trigrams = Trigrams()

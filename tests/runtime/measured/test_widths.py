@@ -1,5 +1,3 @@
-"""Widths of passes and the curve of their costs are measured once and kept."""
-
 import json
 import threading
 import time
@@ -38,7 +36,6 @@ def slow(monkeypatch):
 
 
 def lying(graph, width):
-    """Let passes of a width differ in the last bit of every logit."""
     run = graph.run
 
     def tampered(tokens, *args, **options):
@@ -87,7 +84,6 @@ def test_every_width_is_in_one_class(measured):
 
 @pytest.mark.parametrize("width", [1, 5])
 def test_the_measurement_sees_a_difference(model, monkeypatch, width):
-    """A width whose rows differ in the last bit must leave the class."""
     target = model.parts.target
     monkeypatch.setattr(target, "run", lying(target, width))
     survey = Survey(target, None)
@@ -98,7 +94,6 @@ def test_the_measurement_sees_a_difference(model, monkeypatch, width):
 
 
 def test_a_width_that_lies_is_never_used(own, slow, monkeypatch):
-    """Neither before the survey ends nor after, in any exact generation."""
     model = jetdraft.load(own, threads=1)
     target = model.parts.target
     monkeypatch.setattr(target, "run", lying(target, 4))
@@ -349,7 +344,6 @@ def test_other_times_that_cannot_be(field, ms):
 
 
 def test_a_curve_without_passes_is_refused():
-    """Branching passes alone say nothing of a chain."""
     refuse(passes={}, trees={})
     refuse(passes={})
     with pytest.raises(ValueError, match="passes is missing"):
@@ -364,7 +358,6 @@ def test_a_malformed_field_is_refused(field):
 
 
 def test_careful_times_replace_quick_ones():
-    """But no pass of decoding is wider than 16 rows."""
     curve = Curve({1: 10.0, 2: 11.0}, drafter=2.0, probe=0.3, drafts={"a": 1.0})
     curve.adopt(Curve({2: 9.0, 3: 9.5, 17: 30.0}, {2: 12.0}, 0.7, drafts={"b": 4.0}))
     assert curve == Curve(
@@ -379,7 +372,6 @@ def test_branches_never_cost_less_than_chains():
 
 
 def test_a_pass_costs_the_experts_that_it_touches():
-    """And a time is learned as the time of the experts of the survey."""
     curve = Curve.from_json(written(drafts={}))
     assert curve.pass_ms(2) == 22.0
     curve.touched = {1: 4, 2: 10, 4: 4}
@@ -426,8 +418,7 @@ def test_rounds_say_how_much_longer_passes_are_and_what_lies_outside():
 
 
 def test_rounds_of_one_size_do_not_hide_what_smaller_rounds_take():
-    """After rounds of 7 rows alone, a round of 7 costs what it took, and others less:
-    so a plan tries a smaller tree, and learns what that takes."""
+    """After rounds of 7 rows a plan tries a smaller tree, and learns what it takes."""
     costs = RoundCosts(pass_ms)
     for _ in range(5):
         costs.learn(round_of(7, 0, 1.0, 0.7))
@@ -516,7 +507,6 @@ def test_without_a_text_they_are_the_priors():
 
 
 def test_ranks_follow_the_text_whether_they_were_drafted_or_not():
-    """The second guess of the first place is right, and no guess of the place after."""
     rates = GuessRates(PRIORS)
     for place in range(0, 400, 2):
         rates.add_guesses({place: [7, 3], place + 1: [7, 3]})
@@ -530,7 +520,6 @@ def test_ranks_follow_the_text_whether_they_were_drafted_or_not():
 
 
 def test_a_guess_waits_for_its_place():
-    """A wrong draft leaves its later places open; another text leaves none."""
     rates = GuessRates([[0.5], [0.5]])
     rates.add_guesses({10: [1], 11: [2]})
     rates.compare(9, [5, 1])

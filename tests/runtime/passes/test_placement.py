@@ -1,5 +1,3 @@
-"""Passes of a graph, and what runs on a GPU, run here over the CPU provider."""
-
 import shutil
 from dataclasses import replace
 
@@ -58,7 +56,6 @@ def pretend(monkeypatch, name):
 
 @pytest.fixture
 def pretended(placed, monkeypatch):
-    """The bundle, where its provider is really the CPU's."""
     pretend(monkeypatch, placed.provider)
     return jetdraft.load(placed.path, threads=1)
 
@@ -190,7 +187,6 @@ def test_a_drafter_goes_where_the_caller_goes(placed):
 
 @pytest.mark.parametrize("scheme", ["int4", "none"])
 def test_streams_and_integers_of_four_bits(tmp_path, monkeypatch, scheme):
-    """Probes are staged too; packed integers of a standard graph are not shared."""
     flavour = "contrib" if scheme == "none" else "standard"
     save_checkpoint(tmp_path / "c", llama_config(num_hidden_layers=1))
     settings = StreamSettings(gamma=3, layers=1, lora_rank=4, prune_rank=2)

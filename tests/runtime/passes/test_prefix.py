@@ -1,5 +1,3 @@
-"""What stays in the buffers saves time and never changes a text."""
-
 import json
 from dataclasses import replace
 
@@ -43,7 +41,6 @@ def fresh(model, ids, **options):
 @pytest.mark.parametrize("way", METHODS, ids=str)
 @pytest.mark.parametrize("length", [1, 2, 33, 65, 150])
 def test_a_prompt_goes_on_where_the_last_one_left_off(kept, way, length):
-    """Turn by turn as in a conversation, and after an edit in the middle."""
     prompt, before = IDS[:length], OTHER
     for turn in range(3):
         expected = fresh(kept, prompt, **way, seed=turn)
@@ -206,7 +203,6 @@ def test_a_wide_pass_that_leaves_other_rows_does_not_agree(kept):
     assert survey.widths.prefills_agree
 
     def odd(tokens, last_only=False, width=0, **more):
-        """One number in the last row of a pass over 32 rows is another."""
         answer = run(tokens, last_only, width, **more)
         if len(tokens) == 32:
             buffer = next(iter(graph.cache.buffers.values()))

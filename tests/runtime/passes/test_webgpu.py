@@ -1,8 +1,4 @@
-"""The device code on a real device provider: WebGPU over SwiftShader.
-
-SwiftShader computes on the CPU, so these tests show what is right, not what is fast. A
-kernel is compiled for each new size of a pass, which takes most of the time here.
-"""
+"""WebGPU over SwiftShader, on the CPU: right, not fast; new sizes compile kernels."""
 
 import gc
 import os
@@ -78,7 +74,6 @@ def bundle(checkpoints):
 
 @pytest.fixture(scope="module")
 def model(bundle):
-    """A model without a survey of its widths, which would compile many kernels."""
     return jetdraft.load(bundle.path, threads=1)
 
 
@@ -112,7 +107,6 @@ def test_no_operator_is_left_on_the_host(model):
 
 
 def test_the_forecast_is_what_onnxruntime_does(bundle, model):
-    """The operators on the device and on the host, said before and seen after."""
     said = {one.file: one for one in forecasts(bundle, "webgpu")}
     target, file = model.parts.target, bundle.target.tree_file
     seen = operators_on(target.sessions.any.session)
@@ -186,7 +180,6 @@ def test_a_stream_that_is_left_leaves_a_model_that_works(model):
 
 
 def test_two_models_do_not_disturb_each_other(bundle, model):
-    """The second has its drafter on the CPU."""
     other = jetdraft.load(bundle.path, threads=1, drafter_provider="cpu")
     assert other.parts.profiles.machine["provider"] == "webgpu+cpu"
     assert not other.parts.drafter.memory.copies
@@ -199,7 +192,6 @@ def test_two_models_do_not_disturb_each_other(bundle, model):
 
 
 def test_a_chain_graph_is_captured(checkpoints, model):
-    """A graph without a bias; replays give the bits of eager passes."""
     found = exported(checkpoints, "chains", Recipe("int4", 32), drafter=False)
     chains = replace(found.target, tree_file=None, compaction_file=None)
     graph = Opener(found, PROVIDERS["webgpu"], ONE_THREAD).graph(chains)
@@ -258,7 +250,6 @@ def heads(checkpoints):
 
 @pytest.mark.parametrize("kind", ["eagle", "medusa"])
 def test_a_head_reads_features_on_the_device(heads, kind):
-    """Features, their guesses and the text are the CPU's, and nothing stays on it."""
     here = jetdraft.load(heads[kind].path, threads=1)
     there = jetdraft.load(heads[kind].path, provider="cpu", threads=1)
     answers = []
@@ -306,7 +297,6 @@ def test_memory_does_not_grow(model):
 
 @pytest.mark.parametrize("branching", [False, True])
 def test_only_candidates_cross(model, branching, monkeypatch):
-    """What a round copies, either way, is less than 64 candidates for each row."""
     graph = model.parts.target
     crossed = {"upload": 0, "download": 0}
     for way in crossed:

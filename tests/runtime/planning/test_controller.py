@@ -197,7 +197,6 @@ class Streaming(Named):
 
 
 def streaming(probe, slope=0.0, rate=0.9, others=()):
-    """A controller whose streams are right at that rate, and always have been."""
     curve = Curve({w: 1 + slope * (w - 1) for w in range(1, 17)}, probe=probe)
     proposers = [Streaming(), *others]
     acceptance = {proposer.traits.name: Acceptance() for proposer in proposers}
@@ -336,7 +335,6 @@ any_widths = pytest.mark.parametrize(
 def test_acceptance_that_falls_leads_to_off_within_32_rounds(seed, slope, widths):
     lengths, _ = simulate(lambda n: 0.95 if n < 200 else 0.0, 300, seed, slope, widths)
     assert min(lengths[100:200]) > 0
-    # And stays off, but for a try now and then.
     assert sum(length == 0 for length in lengths[232:]) > 0.8 * len(lengths[232:])
 
 
@@ -357,7 +355,6 @@ def test_a_drafter_that_is_never_right_costs_two_percent(seed, slope, draft_ms, 
 
 
 def test_a_bad_run_that_chance_explains_changes_little():
-    """A drafter that is right half of the time is not given up."""
     lengths, speed = simulate(lambda n: 0.5, 3000, 1)
     assert speed > 1.15
     assert sum(length == 0 for length in lengths) < 0.15 * len(lengths)
@@ -391,7 +388,6 @@ def test_rows_that_recurrent_states_take_up_count():
 
 
 def test_each_evidence_has_a_rate_of_its_own():
-    """A long match is worth a long draft, however often short matches were wrong."""
     free = Named("lookup")
     passes = {w: 1 + 0.3 * (w - 1) for w in range(1, 17)}
     acceptance = {"lookup": Acceptance()}
@@ -428,7 +424,6 @@ def with_experts(touched):
 
 
 def test_rows_with_other_experts_are_not_drafted():
-    """A pass costs what it touches: the experts of its rows, not the rows."""
     alike, measured = [8] * 16, [8 * w for w in range(1, 17)]
     others = [8 + 60 * w for w in range(16)]
     lengths = [

@@ -1,5 +1,3 @@
-"""A model that learns from use: what it keeps, what it takes, and the same text."""
-
 import shutil
 import sqlite3
 import subprocess
@@ -152,7 +150,6 @@ def test_bad_weights_are_taken_back(toy, tmp_path, plain, caplog):
 
 
 def test_a_swap_computes_the_drafters_buffers_again(toy, tmp_path):
-    """After a swap the drafter drafts as one that never had other weights."""
     arrays, prompt = random_arrays(toy, 3), "The robot sees"
     name = put_on_trial(tmp_path / "new", toy, arrays)
     choice = Choice(name, None, drafter_sha256(Bundle.open(toy)))

@@ -1,5 +1,3 @@
-"""What proposers are shown, and a cascade of them: which of its drafts are taken."""
-
 from dataclasses import replace
 from itertools import accumulate, pairwise
 
@@ -47,7 +45,6 @@ def graph(model):
 
 
 def alone(model, count, sampling=Sampling()):  # noqa: B008
-    """The drafter by itself, and the tokens that it drafts after the prompt."""
     drafter = drafter_of(graph(model))
     drafter.begin(PROMPT, Chooser(sampling))
     return drafter, drafter.propose(PROMPT, count).tokens[1:]
@@ -86,7 +83,6 @@ def test_the_tail_is_not_reviewed(model):
 
 
 def test_where_lookup_is_right_more_often_its_tokens_come(model):
-    """It says after long matches what the drafter would not say, and is right."""
     other = np.random.default_rng(6).integers(0, 288, 60).tolist()
     cascade, truth = cascade_of(model, other, 9, match=4)
     drafts = [
@@ -177,7 +173,6 @@ def test_only_long_matches_are_trusted_from_the_start():
 
 
 def test_a_drafter_that_is_not_asked_gets_another_chance():
-    """It was bad, but it is not given up: some hundred rounds later it is tried."""
     trust, asked = taught(own=False, guess=True), 0
     for round_ in range(1500):
         own = not trust.prefers(2)
@@ -189,7 +184,6 @@ def test_a_drafter_that_is_not_asked_gets_another_chance():
 
 
 def test_nothing_is_learned_behind_a_wrong_token():
-    """The guesses behind it were wrong, but nobody knows what came after it."""
     trust, behind = Trust(), Trial(WRONG, WRONG, 4, by_drafter=False)
     for _ in range(30):
         trust.keep_draft([1], [Trial(WRONG, None, 0, by_drafter=True), behind])
@@ -223,8 +217,6 @@ SAMPLINGS = [{}, {"temperature": 0.9, "seed": 3}]
 
 
 class Recorder(Proposer):
-    """Drafts a given text, and remembers what it is shown."""
-
     traits = Traits("recorder", max_draft_tokens=15)
 
     def __init__(self, truth=(), branching=False):

@@ -1,8 +1,4 @@
-"""A drafter's rows follow the text through every outcome, and leave no trace in it.
-
-The bundles are tables of numbers whose rows can be read by eye: the row of a token has
-the token, and what the drafter read beside it.
-"""
+"""A drafter's rows follow the text; here a row has its token and its inputs."""
 
 import numpy as np
 import pytest
@@ -60,7 +56,6 @@ def model(loaded, method):
 
 @pytest.fixture(scope="module")
 def plain(loaded):
-    """The texts of plain decoding, greedy and sampled; all bundles have one target."""
     model = loaded["eagle"]
     return [generate(model, "none", way).token_ids for way in (GREEDY, SAMPLED)]
 
@@ -78,7 +73,6 @@ def chain(method, count):
 
 
 def check_rows(model, sequence, at_least=1):
-    """The drafter's buffers hold the rows of a fresh prefill of the sequence."""
     cache = model.parts.draft_cache
     fed, shift = len(cache.tokens), cache.shift
     assert fed >= at_least
@@ -126,7 +120,6 @@ def test_each_round_of_chains(model, method, plain, way, count):
     tokens, stats = follow(model, method, way, chain(method, count))
     assert tokens == plain["temperature" in way]
     assert stats.tokens_per_pass > (1.4 if method in HEADS or not way else 1.2)
-    # Every number of accepted tokens occurred, up to three.
     accepted, evaluated = stats.accepted_counts[:3], stats.evaluated_by_position[:3]
     assert min(accepted) > 0
     assert all(a < e for a, e in zip(accepted, evaluated, strict=True))
@@ -165,7 +158,6 @@ def test_a_cancelled_round(model, method, plain):
 
 
 def test_a_pass_that_failed_is_run_again(model, method, plain):
-    """After an interrupt between a pass and what it shows, rows are read again."""
     proposer, observed = model.planner.proposers()[method], []
 
     def interrupt(seen):
@@ -206,7 +198,6 @@ def test_a_prompt_that_differs_at_one_token(model, method, at):
 
 @pytest.mark.parametrize("method", [*HEADS, "dflash"])
 def test_rows_that_the_head_missed_are_read_again(model, method):
-    """It saw nothing of a turn by another method, and is fed no zeros for it."""
     first = generate(model, method, num_draft_tokens=3, tokens=10)
     longer = [*PROMPT, *first.token_ids, 5, 6]
     other = generate(model, "none", prompt=longer, tokens=20)
@@ -265,7 +256,6 @@ class Turns(Proposer):
 
 
 def test_rounds_of_others_change_nothing(model, method, plain):
-    """Drafts after them equal drafts of a drafter that has seen nothing else."""
     proposer = made(model, method)
     propose, drafts, sequence = proposer.propose, [], list(PROMPT)
 
@@ -328,7 +318,6 @@ def test_rows_cross_to_a_device_and_back(bundles, method, plain, monkeypatch):
 
 @pytest.mark.parametrize("method", HEADS)
 def test_forced_tokens_are_fed_like_drafted_tokens(model, method):
-    """The head drafts behind them, and does not keep their rows."""
     rows = begun(model, made(model, method)).propose([*PROMPT, 5, 6], 2)
     assert rows.drafted == 2
     check_rows(model, PROMPT, len(PROMPT) - 1)
@@ -409,7 +398,6 @@ def best_after(method, token, position):
 
 @pytest.mark.parametrize("method", BLOCKS)
 def test_a_second_pass_guesses_what_a_block_of_known_tokens_says(model, method):
-    """The tokens of the second half are those after the tokens of the first."""
     drafts, half = {}, (BLOCK + 1) // 2
     for steps in (1, 2):
         model.forget()

@@ -1,5 +1,3 @@
-"""Drafts in chains and branches, and where they end: same logits, cache and text."""
-
 import shutil
 from dataclasses import replace
 
@@ -174,7 +172,6 @@ def test_no_unproven_choice_is_ever_committed(model, plain, sampling, monkeypatc
 
 
 def test_what_was_drafted_comes_first_in_a_round(model, plain):
-    """Also where the draft begins with what a branch left to be proven."""
     pieces, stats = pieces_of(
         model, PROMPT, SAMPLINGS[0], Branching(plain[SAMPLINGS[0]]), tokens=100
     )
@@ -213,7 +210,6 @@ def drafter(model):
 
 
 def fresh(model, context, budget):
-    """What a drafter that has seen nothing else proposes."""
     proposer = drafter_of(model.parts.drafter)
     proposer.begin(context, Chooser(Sampling()))
     return proposer.propose(context, budget).tokens
@@ -271,7 +267,6 @@ HOW = {"token_ids": READ, "max_new_tokens": 60, "ignore_eos": True}
 
 
 def sure(probability, hidden=None):
-    """An answer whose best candidate has that probability."""
     logits = np.log(np.array([[probability, 1 - probability]], np.float32))
     return Answer(np.array([[4, 5]]), logits, np.zeros(1, np.float32), logits, hidden)
 
@@ -351,7 +346,6 @@ def test_rules_do_not_outlive_their_generation(model):
 
 @pytest.mark.parametrize("rule", ["confidence", "product", "learned"])
 def test_a_rule_without_a_drafter_is_refused(bundle, rule):
-    """It does not silently become no rule."""
     with jetdraft.load(bundle, threads=1, drafter_provider="off") as model:
         assert make_draft_stop(None, None, model.parts) is None
         with pytest.raises(DraftingError, match="needs a drafter"):
@@ -433,7 +427,6 @@ def test_too_little_to_learn_from(model):
 
 
 def test_watching_leaves_no_trace(model):
-    """Nor is there another method meanwhile, which other threads would see."""
     before, meanwhile = set(methods()), set()
     again = [
         record_verdicts(

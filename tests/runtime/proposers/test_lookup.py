@@ -1,5 +1,3 @@
-"""Drafts from earlier text: of the sequence itself, and of similar requests."""
-
 import random
 
 import numpy as np
@@ -37,7 +35,6 @@ def draft(context, budget=3, **options):
         # A repetition continues past the end.
         ([5, 5, 5, 5], {"budget": 8}, [5, 5, 5]),
         ([1, 2, 3, 1, 2, 3, 1, 2], {"budget": 8}, [3, 1, 2, 3, 1]),
-        # Without a match there is no draft.
         ([1, 2, 3], {}, []),
         ([4], {}, []),
     ],
@@ -71,7 +68,6 @@ def test_a_later_token_rests_on_the_tokens_before_it_too():
 
 
 def longest_match(tokens):
-    """The longest ending that occurs earlier too."""
     for size in range(len(tokens) - 1, 0, -1):
         ending = tokens[-size:]
         if any(tokens[i : i + size] == ending for i in range(len(tokens) - size)):
@@ -210,7 +206,6 @@ def test_similar_requests(store, similarity, request_, response, output, rounds)
         ([1, 2, 3, 4], [9, 2], [3, 4]),
         ([1, 2, 3, 4, 5, 6, 7], [1, 2, 99], []),
         ([1, 2, 3, 4, 5, 6, 7], [1, 2, 99, 4], [5, 6, 7]),
-        # A place is looked for ahead only.
         ([1, 2, 3, 1, 4, 5], [1, 2, 3, 99, 1], [4, 5]),
     ],
     ids=str,

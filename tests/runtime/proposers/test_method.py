@@ -1,5 +1,3 @@
-"""Options of methods, trees and verifiers: read, registered, or refused."""
-
 import dataclasses
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -132,7 +130,6 @@ def test_a_registered_method_is_there_for_a_while():
 
 
 def test_the_registry_is_restored_after_an_error_and_a_replacement():
-    """Nobody can change it otherwise."""
     before = dict(methods())
     other = same(Same(5), "lookup")
     with registered(other):
@@ -145,7 +142,6 @@ def test_the_registry_is_restored_after_an_error_and_a_replacement():
 
 
 def test_each_method_of_a_name_has_its_own_proposer(model):
-    """One after the other, for example in a test or a benchmark."""
     how = {"max_new_tokens": 8, "num_draft_tokens": 2, "ignore_eos": True}
     plain = model.generate(token_ids=[5, 8], method="none", max_new_tokens=8)
     for proposer in (Same(5), Same(6)):

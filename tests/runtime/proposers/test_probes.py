@@ -1,5 +1,3 @@
-"""A target that drafts with probes: streams, prompt tokens and forecasts."""
-
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -86,7 +84,6 @@ def models(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def plain_text():
-    """The ids that plain decoding writes in a way, decoded once per model and way."""
     texts = {}
 
     def of(model, way):
@@ -123,7 +120,6 @@ def test_how_much_is_drafted(models):
 
 @pytest.mark.parametrize("kind", ["stream", "forecast"])
 def test_the_base_alone_writes_the_same(models, plain_text, kind):
-    """Lossless: with respect to the untouched model."""
     base = models("", BLOCK_SIZES[kind])
     for way in WAYS:
         assert plain_text(models(kind), way) == plain_text(base, way)
@@ -131,7 +127,6 @@ def test_the_base_alone_writes_the_same(models, plain_text, kind):
 
 @every_kind
 def test_probes_do_not_change_a_bit_of_the_rows(models, kind):
-    """What an exact generation rests on, for any numbers of probes."""
     model, draw = models(kind), random.Random(5)
     graph, most = filled(model.parts.target, PROMPT[:10]), SETTINGS[kind].gamma
     base = None
@@ -173,7 +168,6 @@ def test_which_methods_draft_with_probes(models):
 
 @pytest.mark.parametrize("kind", ["ppd", "ensemble", "forecast"])
 def test_probes_of_passes_are_those_of_training(models, kind):
-    """The best export test: committed prefixes match, so the logits must."""
     changes = {"members": 2} if kind == "ensemble" else {}
     model = models("ppd" if changes else kind, 0, **changes)
     checkpoint = Checkpoint.load(model.bundle.target.source, torch.float32)
@@ -218,7 +212,6 @@ def test_what_probes_see():
 @every_way
 @pytest.mark.parametrize("exact", [True, False])
 def test_the_controller_branches_where_rows_are_free(models, monkeypatch, way, exact):
-    """Streams of which the controller thinks better than they deserve."""
     model = models("stream")
     curve = Curve(dict.fromkeys(range(1, 17), 1.0), drafts={"stream": 0.0})
     monkeypatch.setattr(curve, "learn", lambda round_: None)
@@ -430,7 +423,6 @@ def test_a_draft_says_how_many_probes_its_rows_carry(models):
 
 
 def planned(model, monkeypatch, ranks, pass_ms):
-    """The proposer of a model, which plans with these ranks and times of passes."""
     proposer = PromptProposer(model.parts.target.contract, ranks, pass_ms)
     key = ppd.METHOD, ppd.METHOD.options()
     monkeypatch.setattr(model.planner, "_proposers", {key: proposer})
@@ -480,7 +472,6 @@ def test_the_plan_follows_the_text(models):
 def test_where_no_plan_pays_rounds_are_those_of_plain_decoding(
     models, plain_text, monkeypatch
 ):
-    """Not even a root carries probes, until the method looks again."""
     model = models("ppd")
 
     def pass_ms(rows, probes):
@@ -528,7 +519,6 @@ def test_ten_rows_carry_two_forecasts_each(models, monkeypatch):
 
 
 def settle(would, rounds=400):
-    """What is chosen most, once rounds have shown what each threshold would do."""
     threshold, chosen = Threshold(), []
     for _ in range(rounds):
         used = threshold.choose()
@@ -549,7 +539,6 @@ def test_any_choice_can_be_the_best(best):
 
 
 def test_lower_thresholds_are_looked_at_now_and_then():
-    """What changed for the better below the one in use is noticed."""
     threshold = Threshold()
     for _ in range(100):
         threshold.observe(threshold.choose(), lambda t: (1.0 + (t == 0.3), 1.0))

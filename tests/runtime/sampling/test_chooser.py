@@ -38,7 +38,6 @@ every_spread = pytest.mark.parametrize("spread", [0.01, 1.0, 4.0])
 
 
 def answer(logits, candidates=64):
-    """What a graph gives: candidates, equal logits in the order of their ids."""
     order = np.argsort(-logits, axis=1, kind="stable")[:, :candidates]
     best = np.take_along_axis(logits, order, 1)
     shifted = np.exp(logits.astype(np.float64) - best[:, :1])
@@ -47,7 +46,6 @@ def answer(logits, candidates=64):
 
 
 def penalized(logits):
-    """Every rule over the whole vocabulary, row by row."""
     result = []
     for depth, row in enumerate(logits.copy()):
         output = OUTPUT + DRAFT[:depth]
@@ -64,7 +62,6 @@ def penalized(logits):
 
 
 def filtered(row, sampling):
-    """The tokens that the filters keep, best first, and their scaled logits."""
     order = np.argsort(-row, kind="stable")
     scaled = row[order].astype(np.float64) / sampling.temperature
     kept = min(sampling.top_k or len(row), len(row))
@@ -79,7 +76,6 @@ def filtered(row, sampling):
 
 
 def slow(logits, sampling, positions):
-    """Sort everything, filter, add noise to everything."""
     chosen = []
     for row, position in zip(logits, positions, strict=True):
         if sampling.temperature == 0:
@@ -95,7 +91,6 @@ def cases(spread, seed):
     generator = np.random.default_rng(seed)
     for vocab in VOCABULARIES:
         logits = generator.normal(size=(ROWS, vocab)) * spread
-        # Rounded so that some logits are equal.
         yield vocab, logits.round(3).astype(np.float32)
 
 
@@ -128,7 +123,6 @@ def test_penalties(spread, temperature, options):
 
 
 def test_penalties_before_any_output():
-    """Nothing is changed yet, and a flat row lets any token win."""
     ((_, logits),) = [case for case in cases(0.01, 5) if case[0] == 5_000]
     sampling = Sampling(1.0)
     presence = PenaltyProcessor(Penalties(presence_penalty=1.0), PROMPT)
@@ -155,7 +149,6 @@ def test_masks(spread, temperature, share):
 
 
 def test_the_whole_is_computed_only_if_it_is_read():
-    """A pass of 150,000 tokens must not be copied for a few penalties."""
     ((_, logits),) = [case for case in cases(4.0, 4) if case[0] == 50_000]
     processed = PenaltyProcessor(PENALTIES, PROMPT).process(
         answer(logits), Rows.chain([OUTPUT[-1], *DRAFT]), PROMPT + OUTPUT
@@ -167,7 +160,6 @@ def test_the_whole_is_computed_only_if_it_is_read():
 
 
 def test_of_equal_logits_the_lowest_ids_are_best():
-    """Also where the equal logits end the list."""
     random = np.random.default_rng(3)
     for spread in (0.0, 0.3, 3.0):
         row = (random.standard_normal(2000) * spread).astype(np.float16)
@@ -206,7 +198,6 @@ def test_draws_follow_the_filtered_softmax(temperature, options, spread):
 
 
 def test_two_close_models_tend_to_choose_alike():
-    """The coupling: they agree far more often than independent draws."""
     generator, at = np.random.default_rng(11), range(2000)
     logits = generator.normal(size=(2000, 1000)) * 2
     near = logits + generator.normal(size=logits.shape) * 0.3

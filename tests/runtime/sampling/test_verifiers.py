@@ -1,5 +1,3 @@
-"""Rows, their noise, and verifiers: summed over all drafts, the token follows p."""
-
 import itertools
 
 import numpy as np
@@ -31,7 +29,6 @@ EXACT = [
 
 
 def pairs(count=10):
-    """p and q over 3 to 5 tokens: spread, peaked, equal, disjoint."""
     random = np.random.default_rng(3)
     for _ in range(count):
         size = int(random.integers(3, 6))
@@ -192,7 +189,6 @@ def test_tolerant_takes_the_top_within_the_tolerance():
                 passes = token < min(top, near)
                 found = chosen_after([token], top=top, tolerance=tolerance)
                 assert found == (token if passes else 0), (top, tolerance, token)
-    # Of several, the most probable wins.
     assert chosen_after([2, 1, 3], top=4, tolerance=9.0) == 1
 
 
@@ -359,7 +355,6 @@ def test_independent_across_positions_ids_and_seeds():
 
 
 def test_no_position_and_id_trade_places():
-    """(position, id) pairs with equal sums or products must not collide."""
     values = uniforms(0, np.arange(300)[:, None], np.arange(300)[None, :])
     assert len(np.unique(values)) == values.size
 
@@ -398,7 +393,6 @@ def test_quiet_tokens_are_those_below_the_limit(vocab_size, most):
 
 @pytest.mark.parametrize("lag", [0, 1, 17])
 def test_independent_inside_a_block(lag):
-    """Any token can be the loudest of its block, and the others do not know which."""
     values = exponentials(5, np.arange(40_000)[:, None], np.arange(64)[None])
     assert chi_square(np.bincount(values.argmin(1), minlength=64)) < LIMIT_63
     first, second = np.exp(-values[:, lag]), np.exp(-values[:, lag + 1])

@@ -1,5 +1,3 @@
-"""WAV files of all kinds become the same sound, whose timestamps cut windows."""
-
 import struct
 import tracemalloc
 from contextlib import contextmanager
@@ -60,7 +58,6 @@ FAR = 2**32 - 1
 
 
 def long_sizes(data: int) -> bytes:
-    """The sizes in a file of RF64: of all, of the sound, and of its samples."""
     return part(b"ds64", struct.pack("<QQQI", 0, data, 0, 0))
 
 
@@ -96,7 +93,6 @@ def test_floats_are_read(type_, channels, longer):
     ids=["parts", "no size", "no sizes", "pipe", "sox", "RF64", "BW64", "far", "short"],
 )
 def test_the_sound_is_found(data, tmp_path, recwarn):
-    """Also in files that begin before their length is known, and in RF64."""
     file = tmp_path / "sound.wav"
     file.write_bytes(data)
     np.testing.assert_array_equal(read_sound(data), WANTED)
@@ -115,7 +111,6 @@ def test_a_pipe_of_24_bits_is_not_called_cut_off(recwarn):
 
 @contextmanager
 def memory_of_at_most(limit):
-    """The block takes no more bytes at any time."""
     tracemalloc.start()
     try:
         yield
@@ -263,7 +258,6 @@ def test_timestamps_cut_a_window(tokens, spans, slots):
 
 
 def test_every_window_moves_on():
-    """Also after timestamps that never grow, and without any word."""
     for tokens in ([T, T], [T, 5, T, T, 6], [], [T], [T, T, T]):
         assert Window.of(tokens, T, 50).slots > 0
     assert Window.of([T, T], T, 50).spans == []

@@ -1,5 +1,3 @@
-"""Texts that the vocabulary has as added tokens, wherever a constraint has them."""
-
 import itertools
 import json
 from functools import cache
@@ -57,7 +55,6 @@ ESCAPED = str.maketrans({char: "\\" + char for char in "|[]/"})
 
 
 def literals(text):
-    """Constraints that have a text, and what each allows before and after it."""
     spelled = text.translate(ESCAPED)
     data = {"const": f"a{text} b"}
     pattern = {"type": "string", "pattern": f"^a{spelled} b$"}
@@ -79,8 +76,6 @@ def literals(text):
 
 
 class Text:
-    """A vocabulary, and what of it a constraint allows."""
-
     def __init__(self, made, folder):
         made.save(str(folder / "tokenizer.json"))
         self.tokenizer, self.codec = made, TextCodec(folder / "tokenizer.json")
@@ -91,7 +86,6 @@ class Text:
         return [id for char in text for id in self.tokenizer.encode(char).ids]
 
     def allowed(self, constraint, ids):
-        """The tokens that may come after each of some tokens, which may come."""
         rows, logits = Rows.chain([7, *ids]), np.zeros((1 + len(ids), SIZE), np.float32)
         matcher = Matcher(self.vocabulary, constraint, 1)
         assert len(matcher.allowed(rows, [7])) == len(rows), "some may not come"
@@ -109,8 +103,6 @@ def kind(request):
 
 @pytest.fixture(scope="module")
 def text_of(tmp_path_factory):
-    """The vocabulary of a kind with some tags, whose process is started once."""
-
     @cache
     def make(kind, tags, **how):
         added = [AddedToken(tag, **{"normalized": False, **how}) for tag in tags]
@@ -221,7 +213,6 @@ def test_a_tag_that_is_a_token_is_written_by_it(text_of, kind, shape, choice, sc
 
 
 def test_any_number_of_added_tokens_may_write_their_texts(text_of, kind):
-    """Bits of aliases begin at a byte, whatever the size of the vocabulary."""
     tags = tuple(f"<t{n}>" for n in range(11))
     text = text_of(kind, tags, special=False)
     ids = list(map(text.tokenizer.token_to_id, tags))

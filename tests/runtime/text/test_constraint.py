@@ -1,5 +1,3 @@
-"""Constrained texts: always what was asked for, and the same with every method."""
-
 import json
 import re
 from unittest.mock import Mock
@@ -47,7 +45,6 @@ CIRCULAR["properties"]["a"] = CIRCULAR
 
 
 def holds(way, text):
-    """Whether a text is what was asked for, by another library's judgement."""
     if "json_schema" in way:
         jsonschema.validate(json.loads(text), way["json_schema"])
         return True
@@ -70,7 +67,6 @@ def test_the_same_text_with_every_method(model, way, temperature):
 
 
 def schemas(count):
-    """Schemas of chance, each of which has texts of bounded length only."""
     random = np.random.default_rng(11)
 
     def schema(depth):
@@ -271,7 +267,6 @@ def test_a_number_is_exact_or_refused(vocabulary, keyword, sign, right, wrong):
 
 
 def test_limits_of_the_library_are_said_in_our_words():
-    """llguidance names settings that nobody can reach from here."""
     words = "lexer precomputation failed; either increase limits.initial_lexer_fuel"
     worker = Mock(**{"receive_reply.return_value": ({"error": words}, b"")})
     vocabulary = Mock(**{"start_worker.return_value": worker})

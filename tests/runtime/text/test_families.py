@@ -1,5 +1,3 @@
-"""The text of tokens is one text, and templates render alike: all families."""
-
 import json
 import os
 from functools import cache
@@ -25,7 +23,6 @@ CASES = settings(max_examples=40, deadline=None)
 
 @cache
 def opened(family):
-    """The tokenizer and its codec."""
     file = Path(mkdtemp()) / "tokenizer.json"
     tokenizer = made(family)
     tokenizer.save(str(file))
@@ -33,7 +30,6 @@ def opened(family):
 
 
 def draw_ids(data, tokenizer, least=0):
-    """Ids of tokens, some beyond the vocabulary, as of padded LM heads."""
     size = tokenizer.get_vocab_size()
     rare = st.sampled_from([size, *range(size - len(SPECIAL) - 1, size)])
     token = st.one_of(st.integers(0, size - 1), rare)
@@ -140,7 +136,6 @@ def test_an_end_of_text_is_hidden_because_it_ends_the_text(family):
 
 
 def test_byte_tokens_that_are_cut_are_shown_as_bytes_are():
-    """Invalid bytes of a run do not take its characters with them."""
     tokenizer, codec = opened("sentencepiece")
     ids = [tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in "\né🚀".encode()]
     for count in range(1, len(ids) + 1):
@@ -169,7 +164,6 @@ FILES = [
 
 
 def published(file):
-    """The templates of a checkpoint, and its special tokens."""
     if file.suffix == ".gguf":
         field = GgufFile(str(file)).field
         return [field("tokenizer.chat_template")], special_tokens(field)
@@ -201,8 +195,6 @@ def test_a_published_template_renders_as_transformers_does(file, chat):
         expected = transformers_prompt(source, tokens, chat)
         assert own_prompt(source, tokens, chat) == expected
 
-
-# --- the codec ------------------------------------------------------------------------
 
 TEXT = "def f():\n    return 'naïve — 日本語 🚀'\n"
 
@@ -275,7 +267,6 @@ def test_a_character_that_a_byte_level_prompt_begins_comes_whole(codec):
 def test_what_the_prompt_began_in_vain_is_not_shown(
     byte_fallback, prompt, size, more, text
 ):
-    """Nor is a replacement character of the prompt shown again."""
     stream = byte_fallback.stream(byte_fallback.encode(prompt)[:size])
     pieces = (stream.push(byte_fallback.encode(letter)) for letter in more)
     assert "".join(pieces) == text

@@ -1,5 +1,3 @@
-"""Chat templates see what transformers gives them, and their work is bounded."""
-
 import pytest
 from transformers import PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import render_jinja_template
@@ -64,7 +62,6 @@ def transformers_prompt(source, tokens, chat):
 
 
 def own_prompt(source, tokens, chat):
-    """What jetdraft makes of it; None if the template refuses it."""
     messages, variables = CHATS[chat]
     try:
         return ChatTemplate(source, tokens).render(messages, **variables)
@@ -73,7 +70,6 @@ def own_prompt(source, tokens, chat):
 
 
 TEMPLATES = {
-    # Written for these tests, after what published templates do.
     "tokens": "{{ bos_token }}|{{ eos_token }}|{{ pad_token }}|{{ unk_token }}",
     "none": "{{ tools is not none }}{{ documents == none }}{{ tools is defined }}",
     "generation": (

@@ -1,5 +1,3 @@
-"""What may be written where there are tools, and what of it is a call."""
-
 import json
 import re
 from functools import reduce
@@ -234,7 +232,6 @@ def written(name, arguments):
 
 @pytest.mark.parametrize("choice", ["required", "f5"])
 def test_a_reference_means_the_same_inside_the_schema_of_a_call(model, choice):
-    """All tools at once: no document may change another."""
     schemas = [schema for schema, _, _ in DOCUMENTS.values()]
     tools = Tools([tool(it, f"f{n}") for n, it in enumerate(schemas)], choice)
     for n, (what, (schema, right, wrong)) in enumerate(DOCUMENTS.items()):
@@ -296,8 +293,6 @@ def test_a_call_with_equal_keys_or_deep_arrays_is_a_call():
         )
         assert call.name == "f"
 
-
-# --- the formats of published templates -----------------------------------------------
 
 WEATHER_PARAMETERS = record(
     city={"type": "string"},

@@ -1,5 +1,3 @@
-"""Constraints that take too much, in processes that end: whatever happens to whom."""
-
 import asyncio
 import gc
 import json
@@ -54,7 +52,6 @@ def model(toy):
 
 @contextmanager
 def at_most(seconds):
-    """A block that takes no longer."""
     start = time.monotonic()
     yield
     assert time.monotonic() - start < seconds
@@ -65,7 +62,6 @@ def follows(model):
 
 
 def workers(parents):
-    """The processes below some processes that follow constraints."""
     below = set()
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
@@ -93,7 +89,6 @@ def is_alive(process):
 
 @contextmanager
 def stopped(process):
-    """A process that computes nothing during the block, and ends soon after it."""
     os.kill(process, signal.SIGSTOP)
     yield
     os.kill(process, signal.SIGCONT)
@@ -234,7 +229,6 @@ def test_a_worker_that_dies_below_a_draft_is_replaced(model):
 
 
 def test_cancel_ends_all_compilations(model):
-    """Two streams may be prepared at the same time; none of them needs the buffers."""
     results, before = [], set(texts_of(model))
 
     def run():
@@ -296,7 +290,6 @@ def test_the_event_loop_is_free_while_a_constraint_is_compiled(model):
 
 @pytest.fixture
 def slow_start(monkeypatch):
-    """The processes of vocabularies, which stop before they read anything."""
     started, popen = [], worker_process._run_program
 
     def stopped(*arguments):

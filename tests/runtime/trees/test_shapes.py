@@ -1,5 +1,3 @@
-"""Shapes of draft trees over a drafter that is a table, and draws of siblings."""
-
 import itertools
 import random
 from collections import Counter
@@ -154,7 +152,6 @@ def test_rerank_keeps_the_best_products():
 
 
 def test_merged_asks_less_for_the_same_rows():
-    """With merging on one token alone, repeated words are drafted once."""
     shape = Merged()
     shape.REPEAT = 0
     _, asked, rows = grow(shape, Kind.DETERMINISTIC, budget=15)
@@ -175,7 +172,6 @@ def test_merged_asks_less_for_the_same_rows():
     ],
 )
 def test_a_shape_that_looks_at_draws_does_not_bias_them(shape, second):
-    """Over two levels, a row may get children by what its cousins drew."""
     q = [np.array([0.6, 0.4, 0.0]), np.array(second or [0.5, 0.3, 0.2])]
     p = [np.array([0.5, 0.5, 0.0]), np.array([0.3, 0.4, 0.3])]
     drafters = [Distribution(np.argsort(-x), np.sort(x)[::-1]) for x in q]
@@ -204,7 +200,6 @@ def conditional(p, q, rows, row):
 
 
 def test_the_most_likely_tree_has_the_largest_products():
-    """Compared with all rows of all paths of ranks up to a depth."""
     parents, chances = best_tree(12, [RANK_RATES] * 12)
     values = [1.0]
     ranks = {}
@@ -268,7 +263,6 @@ def test_the_first_coupled_sibling_is_what_the_drafter_would_choose():
         answer = Answer(Q.ids[None], logits, np.zeros(1, np.float32), logits)
         chosen = Chooser(Sampling(1.0, seed=seed, top_k=4)).choose(answer, [9])
         assert draw_siblings(Kind.COUPLED, Q, 3, sampling, 9)[0] == chosen[0]
-    # Greedy ones are the best.
     assert draw_siblings(Kind.COUPLED, Q, 3, Sampling(), 9) == [0, 3, 2]
 
 
@@ -320,7 +314,6 @@ def test_rows_and_probes_fill_the_slots(slots):
 
 
 def test_the_probe_that_is_missed_least_goes_first():
-    """Against every choice of one probe to remove, and of two."""
     tree, worth = likeliest_tree(RANKS, 3), [1.0, 1.7, 2.1, 2.3]
 
     def kept(counts):
@@ -384,7 +377,6 @@ COSTS = {
 @pytest.mark.parametrize("cost", COSTS)
 @pytest.mark.parametrize("best", [0.2, 0.6])
 def test_no_other_plan_promises_more(cost, best):
-    """Against every number of rows of each state, and of probes of each row."""
     ranks, pass_ms = [[best, 0.12], [best, 0.1]], COSTS[cost]
 
     def carriers(state):

@@ -1,5 +1,3 @@
-"""A drafter of random weights for a target, its bundle, and what it computes."""
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -32,7 +30,6 @@ def random_head(folder: Path, method: str, **changes: Any) -> Path:
 def in_floats(
     target: str, drafter: Path, folder: Path, text: list[int]
 ) -> Iterator[tuple[jetdraft.Model, Any, Tensor]]:
-    """The model of a bundle in floats, the drafter's module, and a text's features."""
     bundle = sized(target, folder / "bundle", head=drafter, draft_vocab=40)
     checkpoint = Checkpoint.load(target, torch.float32)
     checkpoint.model.set_attn_implementation("sdpa")

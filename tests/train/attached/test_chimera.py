@@ -1,5 +1,3 @@
-"""Three tokens and the target's states draft: exported, and in training."""
-
 from types import SimpleNamespace
 
 import numpy as np
@@ -27,7 +25,6 @@ def floats(target, head, tmp_path_factory):
 
 
 def expected(module, features, kept, seen):
-    """The logits of the rows of TEXT from `seen` on, as the training computes them."""
     ids = torch.tensor([[0, 0, *TEXT]]).unfold(1, ROW_TOKENS, 1)
     rows, logits = torch.arange(len(TEXT)), []
     view = SeenRows(
@@ -100,7 +97,6 @@ def test_the_tokens_before_rows(floats):
 def test_no_draft_sees_rows_that_the_runtime_does_not_have(
     target, text, tmp_path, task
 ):
-    """Other numbers from a draft's first row on change nothing in that draft."""
     run = made(task, target, tmp_path / "out", [text], None, QUICK)
     drafter, rows = run.module.drafter.eval(), torch.arange(15)
     states = [torch.randn(1, 15, 64), *torch.randn(2, 1, 2, 15, 16)]

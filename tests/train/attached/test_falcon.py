@@ -1,5 +1,3 @@
-"""A head drafts several tokens in a pass: exported, and in training."""
-
 import numpy as np
 import pytest
 import torch
@@ -109,7 +107,6 @@ def test_a_path_of_a_tree_is_a_chain(floats):
 
 
 def test_a_tree_of_single_children_is_the_chain(model):
-    """The proposer asks for each level what the follower answers for it."""
     own = methods()["falcon"]
     prompt = model.parts.text.encode(PERIOD * 2)
     states = model.parts.target.run(prompt[:-1]).features.copy()
@@ -143,7 +140,6 @@ def test_a_pass_drafts_a_block(model):
 
 
 def test_rows_see_their_block_and_no_further(target, text, tmp_path):
-    """What stands behind a block changes nothing in it."""
     run = made(FalconTask, target, tmp_path / "out", [text], None, QUICK)
     drafter = run.module.drafter.eval()
     features, ids = torch.randn(1, 11, 64), torch.arange(1, 12)[None]

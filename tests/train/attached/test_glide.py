@@ -1,5 +1,3 @@
-"""A layer drafts from the target's keys and values: exported, and in training."""
-
 from dataclasses import replace
 from unittest.mock import Mock
 
@@ -64,7 +62,6 @@ def test_a_hybrid_lends_its_last_keys_or_is_refused_in_a_line(text, tmp_path):
 
 
 def test_without_its_output_the_cross_attention_does_nothing(target, head):
-    """Then it is a drafter of one layer (the paper's, without GliDe)."""
     module = load_head(str(head), Checkpoint.load(target, torch.float32), torch.float32)
     module.cross["o_proj"].weight.zero_()
     ids, rows = torch.arange(1, 7)[None], torch.arange(6)[None]

@@ -1,5 +1,3 @@
-"""The target's lower layers draft: an adapter is trained, exported, and drafts."""
-
 from dataclasses import replace
 from pathlib import Path
 
@@ -53,7 +51,6 @@ def test_the_export_measures_its_acceptance(bundle):
 
 
 def leading_of(model):
-    """The target of a generation, and the follower of its adapter."""
     leading = model.planner.target_for(Drafting("kangaroo"))
     follower = model.parts.draft_cache
     follower.forget()
@@ -66,7 +63,6 @@ def rows_of(buffers, length):
 
 
 def read(leading, follower, tokens):
-    """Run tokens one at a time, as plain decoding does."""
     for place, token in enumerate(tokens):
         answer = leading.run([token], width=leading.widths[0])
         leading.cache.advance(1)
@@ -76,7 +72,6 @@ def read(leading, follower, tokens):
 
 @pytest.mark.parametrize("accepted", range(5))
 def test_all_caches_hold_what_a_fresh_prefill_holds(model, plain, accepted):
-    """After each outcome of a draft of four, bit by bit."""
     model.forget()
     leading, follower = leading_of(model)
     prompt = model.parts.text.encode(PERIOD)
@@ -145,7 +140,6 @@ def test_each_row_runs_through_the_lower_half_once(model, plain, monkeypatch):
 
 
 def test_an_exact_generation_after_a_lossy_one_reads_all_rows(model):
-    """Both read a prompt that is longer than a selection."""
     prompt = (model.parts.text.encode(PERIOD) * 8)[:48]
     how = {"token_ids": prompt, "max_new_tokens": 4}
     kept = []

@@ -1,5 +1,3 @@
-"""Drafters learn from use while their model runs, or waits: a model, or a head."""
-
 import itertools
 import math
 from dataclasses import replace
@@ -62,7 +60,6 @@ def test_an_export_of_the_same_weights_changes_nothing(toy, drafter):
 
 @pytest.mark.parametrize("rows", [288, 352])
 def test_a_drafter_of_another_padding_learns(tmp_path, rows):
-    """Also where the target wrote, or might have written, a token that it lacks."""
     small = {"num_hidden_layers": 1}
     target = save_checkpoint(tmp_path / "t", llama_config(vocab_size=320, **small))
     drafter = save_checkpoint(tmp_path / "d", drafter_config(vocab_size=rows), seed=1)
@@ -85,7 +82,6 @@ def test_another_checkpoint_is_refused(toy, tmp_path):
 
 @pytest.fixture(scope="module")
 def quantized(tmp_path_factory):
-    """A bundle whose drafter has integers, many scales, and a part of the tokens."""
     folder = tmp_path_factory.mktemp("quantized")
     wide = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
     small = {"num_hidden_layers": 1, "tie_word_embeddings": True}
@@ -99,7 +95,6 @@ def quantized(tmp_path_factory):
 
 
 def test_integers_and_a_cut_vocabulary_are_made_again(quantized):
-    """The bundle's graph with the arrays computes what the checkpoint computes."""
     bundle = Bundle.open(quantized / "bundle")
     checkpoint = Checkpoint.load(str(quantized / "drafter"), torch.float32)
     torch.manual_seed(0)
@@ -187,7 +182,6 @@ def test_what_a_cut_training_learned_last_is_judged_too(toy, drafter, tmp_path, 
 
 
 def test_nothing_is_published_after_a_clear(toy, drafter, tmp_path):
-    """Whose lessons were erased during a training must not meet them in weights."""
     student = load_student(Bundle.open(toy), str(drafter))
     training = UseTraining(student, tmp_path, UseOptions(steps=20, least=1))
     training.lessons.add(lesson())
@@ -211,7 +205,6 @@ def test_nothing_is_published_after_a_clear(toy, drafter, tmp_path):
 
 
 def test_the_background_trains_when_there_is_enough(monkeypatch):
-    """And not while a set is on trial; and not beyond its seconds."""
     lessons, pace, results, naps = [], Pace(seconds=10.0), [], []
     said = []
 
@@ -342,7 +335,6 @@ def test_a_wrong_place_counts_in_each_step_that_reaches_it(world):
 
 
 def test_it_learns_and_the_text_stays(world):
-    """More of its tokens are accepted after the swap, as in the training's figures."""
     bundle, learned = Bundle.open(world / "bundle"), world / "learned"
     prompts = [(PERIOD * 3)[start:60] for start in range(0, 40, 2)]
     how = {"max_new_tokens": 64, "temperature": 0.0, "ignore_eos": True}
@@ -397,8 +389,6 @@ DOES = ("sees", "moves", "finds", "takes", "follows", "likes")
 
 
 class Traffic:
-    """Generates texts of a topic again and again, and counts what was accepted."""
-
     def __init__(self, model, prompts):
         self.model, self.prompts = model, itertools.cycle(prompts)
         self.rounds = 0
@@ -418,7 +408,6 @@ class Traffic:
 
 
 def learn_first_topic(source, texts):
-    """Matrices of a drafter that knows no other texts, by name."""
     model = Checkpoint.load(str(source), torch.float32).model
     store_weights_in(model, torch.float32)
     model.set_attn_implementation("sdpa")
