@@ -10,7 +10,6 @@ from jetdraft.runtime.text.stops import StopWatcher
 
 QUIET_SECONDS = 0.25  # Idle work begins this long after the last generation.
 QUIET_TURNS = 5  # How often the idle thread checks in this time whether it must stop.
-# The message of a `JetdraftError` after `close`.
 CLOSED_MESSAGE = "this model is closed; load the bundle again"
 
 Work = Callable[[Callable[[], bool]], bool]
@@ -111,8 +110,7 @@ class Claim:
     def held_by(self, watcher: StopWatcher) -> Iterator[None]:
         """Hold the buffers for a generation, which `cancel` can end by its `watcher`.
 
-        Raises `JetdraftError` if another holds them, or after `close`. A thread that is
-        in `held` has them already.
+        Raises `JetdraftError` if another holds them, or after `close`.
         """
         if self._owner == get_ident():
             with self.register_watcher(watcher):

@@ -16,8 +16,7 @@ from jetdraft.runtime.stream import Stream
 from jetdraft.runtime.text.template import Message, check_messages, user_message
 from jetdraft.runtime.text.tools import ToolCall, Tools
 
-# The share of the capacity that remains filled where turns are dropped: then the whole
-# prompt is read again, so the next few turns should not drop turns too.
+# The share of the capacity that stays filled where turns are dropped, which is slow.
 KEPT_SHARE = 0.75
 
 
@@ -54,10 +53,7 @@ class Conversation:
         self._stream: Stream | None = None
 
     def say(self, text: str, **options: Unpack[GenerateOptions]) -> Iterator[Piece]:
-        """Start the model's reply to `text`; returns its pieces.
-
-        When they end or are left early, `messages` gets the text and the reply.
-        """
+        """Start the reply to `text`; `messages` gets both when the pieces end."""
         if not isinstance(text, str):
             fact = f"{text!r} is not a text; give what the user says"
             raise OptionError(fact, "prompt")

@@ -16,10 +16,7 @@ from jetdraft.runtime.text.stops import STOP, StopWatcher
 
 
 def embedding_prompt(parts: LoadedBundle, name: str | None) -> str:
-    """Return what stands before a text by the prompt's name, None for the default.
-
-    Raises `OptionError` for an unknown name, and for a model that embeds nothing.
-    """
+    """Return what stands before a text by the prompt's name; raises `OptionError`."""
     embedding = parts.bundle.embedding
     if embedding is None:
         fact = "the bundle's model writes texts and embeds none; export a checkpoint "
@@ -41,11 +38,7 @@ class Embeddings(Result):
 
 
 class Embedder(Stream):
-    """Embeds texts one after another; an iterator with a piece without text for each.
-
-    The texts run through the same buffers, so that an embedding does not depend on the
-    texts beside it. It ends after `max_seconds`.
-    """
+    """Embeds texts in turn; an iterator with a piece for each, up to `max_seconds`."""
 
     def __init__(
         self,

@@ -1,16 +1,4 @@
-"""One generation: read the prompt, then propose, verify and commit round by round.
-
-The public sequence, prompt and committed tokens, is the source of truth. Before each
-round the target's cache holds all of it but the last token, the root.
-
-The rows of an accepted path are moved together. Where attention adds up in an order
-that a gap in the buffer changes (see `Widths.skips_agree`), an exact generation commits
-the path only up to its first gap. The token chosen beyond is a good guess but not
-proven, so it begins the next draft.
-
-Invariants: the cursor is the length of the sequence minus one; a pass never reaches
-past the buffer; whatever was drafted, plain decoding chooses the same tokens.
-"""
+"""One generation: read the prompt, then propose, verify and commit round by round."""
 
 import time
 import warnings
@@ -51,6 +39,11 @@ PROMPT_END = 16  # Tokens of a prompt before its prediction, which make the firs
 class Generation:
     """One sequence over the parts of a loaded bundle.
 
+    The cursor is the length of the sequence minus one; a pass never reaches past the
+    buffer; whatever was drafted, plain decoding chooses the same tokens. An exact
+    commit ends at a gap where gaps change bits (see `Widths.skips_agree`); the token
+    chosen beyond is not proven and begins the next draft.
+
     The constructor checks all options, and compiles the constraint if `prepared`; else
     `run` does. `source` is what the encoder of an encoder-decoder reads. `rules` are
     processors that the model needs: they change logits before the constraint does. With
@@ -77,14 +70,13 @@ class Generation:
         drafting, ending = options.drafting, options.ending
         self.parts, self.planner, self.options = parts, planner, options
         ends = () if ending.ignore_eos else parts.bundle.eos_token_ids
-        # The special tokens that a constraint admits write a part of it.
         special = options.constraint is not None
         text, thoughts = parts.text.stream(prompt, ends, special), None
         if thinking is not None:
             thoughts = ThoughtReader(thinking, thinking.state(parts.text, prompt))
         seconds = ending.max_seconds
         self.watcher = StopWatcher(text, ends, ending.stops, seconds, thoughts)
-        # Reads the same tokens as the watcher's; gives the bytes of tokens to come.
+        # Gives the bytes of tokens to come.
         self._namer = parts.text.stream(prompt, ends, special)
         thought_rules = self._thought_rules(prompt, thinking)
         self._matcher = self._make_matcher(len(prompt), *thought_rules)
@@ -187,8 +179,7 @@ class Generation:
         parts, exact = self.parts, self.options.drafting.exact
         self._target = self.planner.target_for(self.options.drafting)
         if self.verifier.name != WALK and parts.draft_cache is not None:
-            # This verifier reads the drafter's probabilities. Their last bits must not
-            # depend on what an earlier generation left in the drafter's cache.
+            # The last bits of its probabilities must not depend on earlier generations.
             parts.draft_cache.forget()
         start = time.perf_counter()
         parts.encode_source(self._source, self.options.drafting.may_ask_drafter)
@@ -221,11 +212,7 @@ class Generation:
         return [*self.prompt[-PROMPT_END:], *ids[:capacity]]
 
     def _reusable_prefix(self, exact: bool) -> Prefix:
-        """Return the record of the rows in the buffers that may be kept.
-
-        It is empty for buffers of its own, for selected rows, and in exact generations
-        where the passes of a prompt differ in bits from decoding.
-        """
+        """Return the record of the rows in the buffers that may be kept."""
         bits_agree = not exact or self.parts.widths.prefills_agree
         has_same_buffers = self._target.cache is self.parts.target.cache
         selects = self.options.drafting.select_kv  # its rows differ from other texts'

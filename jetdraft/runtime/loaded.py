@@ -58,12 +58,10 @@ log = logging.getLogger("jetdraft.learning")
 
 
 class LearnedWeights:
-    """Chooses the drafter's weights, for all twins of a model.
+    """Chooses the drafter's weights for all twins of a model; a new set is on trial.
 
-    A new set is on trial. The earlier weights draft until `VERDICT_TOKENS` of their
-    drafts have been evaluated; then the set drafts, and `judge_trial` compares both.
-    `version` counts the changes: a twin whose graph is of another version takes `graph`
-    between two of its generations.
+    After `VERDICT_TOKENS` of the earlier and then of the new weights' drafts,
+    `judge_trial` compares both. A twin of another `version` takes a new `graph`.
     """
 
     def __init__(self, sets: WeightSets, opener: Opener, entry: GraphEntry) -> None:
@@ -98,11 +96,7 @@ class LearnedWeights:
         return choice.name if goes_on or begins else choice.before
 
     def graph(self) -> Graph | None:
-        """Open the drafter's graph with the weights that should draft now.
-
-        Its buffers are empty. If the weights do not fit, this warns, takes back a set
-        on trial, and returns None.
-        """
+        """Open the drafter's graph with empty buffers; None if weights do not fit."""
         with self._lock:
             try:
                 if self._weights is None:
@@ -142,11 +136,7 @@ class Learning(NamedTuple):
 
 
 class LoadedBundle:
-    """Graphs, text, store and measurements of a loaded bundle.
-
-    A bundle that is loaded `like` another shares its survey, and on the CPU its
-    sessions, and has buffers of its own.
-    """
+    """Graphs, text, store and measurements; shares sessions with the bundle `like`."""
 
     def __init__(
         self, bundle: Bundle, options: LoadOptions, like: "LoadedBundle | None" = None
@@ -243,11 +233,7 @@ class LoadedBundle:
         return {name: graph.cache for name, graph in graphs.items() if graph}
 
     def split_prompt(self, prompt: list[int]) -> tuple[list[int], list[int]]:
-        """Split a prompt into ids for the encoder and ids that the decoder starts with.
-
-        A decoder alone starts with all. Raises `OptionError` for a model that hears, or
-        that embeds texts.
-        """
+        """Split a prompt into ids for the encoder and the decoder, or `OptionError`."""
         if self.bundle.embedding is not None:
             raise OptionError(
                 "the bundle's model embeds texts, and writes none; use jetdraft embed "

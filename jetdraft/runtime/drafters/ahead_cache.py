@@ -44,8 +44,7 @@ class AheadCache(DraftCache):
     def __init__(self, graph: Graph) -> None:
         super().__init__(graph)
         self.size = graph.contract.ahead  # the tokens of a block, k
-        # The block behind what was followed, or behind a chain's last block, and its
-        # first tokens, which are known.
+        # The block behind what was followed, and its first tokens, which are known.
         self.block: Block | None = None
         self.drafted: list[int] = []
 
@@ -68,11 +67,7 @@ class AheadCache(DraftCache):
         self._forget_needed()
 
     def observe(self, first: int, tokens: Tokens, features: Float32s | None) -> None:
-        """Replace tokens and features from position `first` on; run long texts.
-
-        Rows run in wide passes until those left fit one pass. Without features, or
-        beyond a gap, nothing changes.
-        """
+        """Replace what follows `first`; do nothing without features or at a gap."""
         if features is None or first > len(self.seen):
             return  # what it missed is read again with the next prompt
         self._truncate(self._count_kept_rows(first, tokens), first)
@@ -125,10 +120,7 @@ class AheadCache(DraftCache):
     def branch_blocks(
         self, blocks: Sequence[tuple[Block, Sequence[int]]], filled: int
     ) -> list[Block]:
-        """Run pairs of a block and tokens after it; return the blocks behind.
-
-        The draft has filled `filled` slots already.
-        """
+        """Run pairs of a block and tokens after it; return the blocks behind."""
         size, all_slots = self.size, list[range]()
         tokens, depths, ancestors = list[int](), list[int](), list[list[int]]()
         features, recent = list[Float32s](), list[Sequence[int]]()

@@ -1,15 +1,4 @@
-"""The rows in a drafter's buffers, kept in step with the committed sequence.
-
-Drafters differ in three things, which their contract says:
-
-    shift   row t reads token t + `shift`: a drafter reads the token itself, a head the
-            features of the target's row t and the token after them
-    window  how many tokens before its own a row reads
-    carry   what the row before hands to a drafted row in place of unknown features
-
-A drafter's rows of drafted tokens stay until a sequence differs from them. Rows that a
-head drafted from what it carries are dropped once the target's features are known.
-"""
+"""The rows in a drafter's buffers, kept in step with the committed sequence."""
 
 from collections.abc import Callable, Sequence
 
@@ -220,10 +209,7 @@ class DraftCache:
         return sliding_window_view(np.array([*before, *behind]), self.window)
 
     def _drop_differing(self, context: Tokens) -> None:
-        """Drop the rows that differ from a context, and its last row.
-
-        Only tokens of the last two passes can differ; `seen` needs no comparison.
-        """
+        """Drop the rows that differ from a context, and its last row."""
         end = len(self.tokens)
         if not self.shift:
             end = min(end, len(context) - 1)
@@ -293,11 +279,7 @@ class LastRowCache(DraftCache):
 
 
 class LedCache(DraftCache):
-    """Keeps an adapter in step with the states that leave its target's lower half.
-
-    The lower half runs ahead for tokens that the target has not run. So a drafted row
-    has the state with which the target continues, and stays if its token was right.
-    """
+    """Keeps an adapter in step with its target's lower half, which runs ahead."""
 
     def __init__(self, graph: Graph, leading: Callable[[], LeadingHalf]) -> None:
         super().__init__(graph)

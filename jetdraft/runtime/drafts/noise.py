@@ -1,9 +1,7 @@
 """Gumbel noise as a pure function of (seed, position, token id), and draws with it.
 
-So the noise of a token does not depend on how passes were grouped. Noise is drawn from
-the top down, in blocks of B = 256 ids (after A* sampling, Maddison et al., 2014): the
-largest noise of a block can be known without visiting its tokens. With E = exp(-G),
-which is a standard exponential variate:
+Drawn from the top down in blocks of B = 256 ids (A* sampling, Maddison et al., 2014),
+with E = exp(-G) and `mix`, the finalizer of splitmix64 (Steele et al., 2014):
 
     key, lower  = mix(mix(seed + g) + (2 position, 2 position + 1) g)
     bits        = mix(key + (block + 1) g)                          modulo 2^64
@@ -11,9 +9,6 @@ which is a standard exponential variate:
     E(winner)   = -log(u(bits)) / B          the least of B standard exponentials
     E(others)   = E(winner) - log(u(mix(lower + (id + 1) g)))       memoryless
     u(bits)     = (floor(bits / 2^12) + 1/2) / 2^52                 uniform in (0, 1)
-
-`mix` is the finalizer of splitmix64 (Steele, Lea, Flood: Fast splittable pseudorandom
-number generators, 2014).
 """
 
 from dataclasses import dataclass
@@ -32,8 +27,7 @@ _FACTOR_1 = 0xBF58476D1CE4E5B9
 _FACTOR_2 = 0x94D049BB133111EB
 _MASK_64 = (1 << 64) - 1
 
-# numpy takes an array without dimensions in half of the time of a number. `_PLACE`
-# masks the place of an id in its block.
+# numpy takes arrays faster than numbers. `_PLACE` masks an id's place in its block.
 _G, _M1, _M2, _30, _27, _31, _12, _PLACE = (
     np.array(x, np.uint64)
     for x in (_GOLDEN, _FACTOR_1, _FACTOR_2, 30, 27, 31, 12, BLOCK - 1)

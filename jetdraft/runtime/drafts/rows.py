@@ -1,8 +1,4 @@
-"""The rows of a pass, the walk that verifies them, and the probes that they carry.
-
-Plain lists, not arrays: a round handles a few rows, and between two passes that stream
-all the weights through the caches every numpy call costs ten microseconds.
-"""
+"""The rows of a pass, the walk that verifies them, and their probes, in short lists."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Earlier requests and their responses, kept on this machine to draft from.
-
-They lie in one SQLite file that only its owner can read; their number and age are
-bounded. A wrong or poisoned entry costs time, but never changes a text.
-"""
+"""Earlier requests and their responses, kept in a SQLite file to draft from."""
 
 import sqlite3
 import time
@@ -18,7 +14,6 @@ from jetdraft.contracts.tensors import Float32s
 from jetdraft.errors import BundleError, StoreError
 from jetdraft.learning.store_file import DAMAGE, StoreFile, check_user, entry_times
 
-# The most entries of a user, and the most days that an entry is kept.
 MAX_ENTRIES = 256
 MAX_DAYS = 30.0
 MAX_TOKENS = 8192  # Of a request with its response; longer ones are not kept.
@@ -36,10 +31,7 @@ create index if not exists entries_of_user on entries (user, used);
 
 @dataclass(frozen=True)
 class Entry:
-    """A request, its response, and its `vector` float32 [d], of unit length or empty.
-
-    `used` is the time of writing in seconds, `id` the key in the file.
-    """
+    """A request and its response; `vector` float32 [d] or [0], `used` in seconds."""
 
     prompt: list[int]
     response: list[int]
@@ -49,11 +41,7 @@ class Entry:
 
 
 class ResponseStore:
-    """One user's earlier requests and responses, as token ids of one tokenizer.
-
-    Raises `StoreError` if the file belongs to another tokenizer or program, or cannot
-    be created. A damaged file is moved aside with a warning.
-    """
+    """One user's requests and responses; `StoreError` if the file cannot be used."""
 
     def __init__(
         self,
@@ -197,7 +185,7 @@ def _parse_entry(
 
 
 class Similarity:
-    """Embeds token ids as a unit vector; similar requests have a large dot product.
+    """Embeds token ids as a unit vector.
 
     `BundleError` if the npy file, int8 or float [vocab, d], is damaged or has few rows.
     """

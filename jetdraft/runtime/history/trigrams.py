@@ -1,8 +1,4 @@
-"""Counts which tokens follow a pair of tokens, and searches for trees of them.
-
-The table of ADED (2407.12021), and the trigrams of each round. The corpus lies in
-sorted arrays with a binary search; dictionaries would take ten times the memory.
-"""
+"""Counts which tokens follow two tokens, and searches trees (ADED, 2407.12021)."""
 
 import math
 import random
@@ -18,14 +14,11 @@ from jetdraft.files import read_arrays, write_arrays
 
 MAX_SUCCESSORS = 12  # Successors kept per pair, the most frequent first.
 WINDOW = 16  # How many last tokens of the context a round learns from.
-# The weight that a round adds to a successor, and the largest weight.
 WEIGHT_STEP, MAX_WEIGHT = 0.04, 3.0
-# The most pairs that decoding learns, half a kilobyte each, for each model and user;
-# beyond that the oldest pairs are forgotten.
+# The most pairs that decoding learns, half a kilobyte each, for each model and user.
 MAX_LEARNED = 8192
 C1, C2 = 32.0, 8.0  # The constants of `puct`: a larger C1 explores more.
 ITERATIONS, DEPTH = 48, 4  # Of a search: its rollouts, and the levels of its tree.
-# The tokens that follow two tokens, with their weights.
 Successors = Callable[[int, int], Mapping[int, float]]
 
 

@@ -18,9 +18,7 @@ ROUND_WEIGHT = 0.05  # The weight of one round in an estimate; one stall says li
 IDLE_FADING = 0.995  # The factor of a draft's price in a round without drafts.
 # A time that this many rounds did not take is scaled like the times that they took.
 IDLE_ROUNDS = 32
-# Rounds whose median is the time of a drafted token, or of a round without a plan. It
-# depends on how tokens are chosen, so a new generation may need another time at once,
-# and two stalls change it little.
+# A new generation may need another median at once, and two stalls change it little.
 RECENT_ROUNDS = 5
 
 
@@ -77,10 +75,7 @@ class Curve:
         return self.expert * (touched - _ms_between(self.experts, width))
 
     def probed_ms(self, width: int, probes: int, streams: int) -> float:
-        """The milliseconds of a branching pass whose rows carry `probes` probes in all.
-
-        On the line from one row to all rows with `streams`: the first probe costs more.
-        """
+        """The milliseconds of a branching pass whose rows carry `probes` in all."""
         bare = self.tree_ms(width, ends_at_gap=True)
         if not probes:
             return bare
@@ -105,10 +100,8 @@ class Curve:
     def learn(self, round_: Round) -> None:
         """Move the estimates a little towards the times of a round.
 
-        What no recent round took moves in proportion. Else a slow first minute would
-        make drafts dear for long: plain rounds correct their own width alone. For the
-        same reason a drafted token is priced beside the pass of its round, and its
-        price falls while nothing is drafted, until a draft shows the true price.
+        What no recent round took moves in proportion, and the price of
+        a drafted token falls while nothing is drafted, until a draft shows it.
         """
         self._rounds += 1
         slowness = 1.0  # of the pass of this round, against its estimate
@@ -179,10 +172,7 @@ def _blend_estimate(estimate: float, ms: float) -> float:
 
 
 class LinearFit:
-    """The line a + b * x of least squares, 0 <= a, b, in which later points count more.
-
-    If all points have one x, it is the line with the shortest vector (a, b).
-    """
+    """The line a + b * x of least squares, 0 <= a, b; later points count more."""
 
     def __init__(self, memory: float) -> None:
         self.memory = memory

@@ -54,7 +54,7 @@ def _add(one: object, other: object, names: Iterable[str]) -> None:
 
 @dataclass
 class MethodStats:
-    """What one method did in a generation; "none" stands for rounds without a draft.
+    """What one method did; "none" stands for rounds without a draft.
 
     `saved_ms` is the time of its tokens one by one, less the time of its rounds.
     """
@@ -136,11 +136,7 @@ class Stats:
             self.off[round_.off] += 1
 
     def time_round(self, elapsed: float, tokens: int, session_seconds: float) -> None:
-        """Set the times after a round that committed `tokens` tokens.
-
-        `elapsed` seconds count from the start of the generation, `session_seconds`
-        inside `session.run` from the first round.
-        """
+        """Set the times, in seconds from the start, after a round with `tokens`."""
         if self.target_passes == 1:
             # Prefill and the first round are not decoding.
             self.time_to_first_token = elapsed
@@ -219,12 +215,7 @@ RankRates = Sequence[Sequence[float]]  # By depth: of the best guess, the second
 
 
 class PositionRates:
-    """Running estimates of the success rate at each position of a series of events.
-
-    They are exponentially weighted shares; the prior is the rate of the position
-    before. `RUN` failures in a row erase earlier successes: at a rate of a third, such
-    a run happens once in a hundred rounds.
-    """
+    """Success rates by position, weighted to new events; `RUN` failures erase them."""
 
     WEIGHT = 1.0  # How many trials the prior counts for.
     MEMORY, FADING = 0.95, 0.99  # Factors: at an event, after a round without.
@@ -284,11 +275,7 @@ class PositionRates:
 
 
 class Acceptance:
-    """Running acceptance of one proposer's drafts, by position and by sibling.
-
-    Each `Proposer.evidence` has rates of its own. The priors, 0.5 for 1 and 0.75 for 2,
-    are hopeful, so that every proposer and branch is tried.
-    """
+    """Running acceptance of a proposer's drafts, by position, sibling and evidence."""
 
     PRIOR = 0.9
     SIBLING_PRIOR = 0.3
@@ -321,10 +308,7 @@ class Acceptance:
                 self.siblings.observe([True] * (rank - 1) + right_sibling)
 
     def rates(self, length: int, evidence: int | None = 0) -> list[float]:
-        """The rates of first siblings at depths 1..length, given right ancestors.
-
-        None as evidence is for a draft that is not made yet: it may be the best.
-        """
+        """The rates of first siblings at depths 1..length; the best for None."""
         if evidence:
             return self._evidence_rates(evidence).rates(length)
         if evidence is None and self.by_evidence:

@@ -1,9 +1,4 @@
-"""Proves widths of a target one by one, and times their passes on the way.
-
-The first generation on a machine waits only for `begin`; `finish`, or the time between
-generations, compares the rest. An exact generation uses a width only after its rows had
-the bits of the exact class at all places in the buffers: kernels split a long context.
-"""
+"""Proves widths of a target one by one, and times their passes on the way."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -28,16 +23,13 @@ NEXT_WIDTHS = (1, 8, 6, 3)  # The widths that come after these, before all other
 MIN_ROWS, MAX_ROWS = 8, 36  # Rows that are compared at each place.
 # How long widths beyond `FIRST_WIDTHS` are compared before the first text, at most.
 FIRST_MS = 1500.0
-# How often a pass with probes, of the drafter, after kept rows, each width, and of few
-# or many experts is timed.
+# How often each pass is timed: with probes, of the drafter, after kept rows, and so on.
 PROBE_TURNS, DRAFTER_TURNS, KEPT_TURNS, PASS_TURNS, EXPERT_TURNS = 5, 3, 5, 5, 3
 _FIRST_PLACE = 12  # The first row of the earliest place in empty buffers.
 _MIN_ROOM = 2 * MAX_ROWS  # Rows of room without which the committed rows are given up.
-# The bounds of the gap between logits that differ.
 _SMALLEST = float(np.finfo(np.float32).tiny)
 _LARGEST = float(np.finfo(np.float32).max)
-# How to run a chain: the probes of its rows, and None, or how many rows a branching
-# pass has between the root and the rest of the chain.
+# The probes of a chain, and None or a branching pass's rows between root and chain.
 PassMode = tuple[Probing, int | None]
 PLAIN: PassMode = (NO_PROBING, None)
 
@@ -231,8 +223,7 @@ class Survey:
 
     def _may_join(self, known: Widths, members: list[int], width: int) -> bool:
         """Whether a width with a class's bits may join: probes and trees count too."""
-        # In half precision a pass over one row often gives the bits of wider passes,
-        # but not always: 6 rows of 318 differed (docs/log/exactness.md).
+        # In half precision one row may differ from wide passes (docs/log/exactness.md).
         alone = width == 1 or members == [1]
         if alone and self.target.contract.dtype != "float32":
             return False
@@ -428,11 +419,7 @@ def random_tokens(graph: Graph, count: int) -> list[int]:
 
 @contextmanager
 def randomized(graph: Graph) -> Iterator[list[int]]:
-    """Fill the buffers with random numbers; yields the cursors to measure at.
-
-    They lie early, midway and late after the committed rows, which stay valid, if there
-    is room. To run tokens instead would take as long as a long prompt.
-    """
+    """Fill free rows with random numbers; yields early, middle and late cursors."""
     cache, passes = graph.cache, graph.passes
     length = cache.length if cache.room >= _MIN_ROOM else 0
     is_lost, states = length < cache.length, cache.copy_states()
@@ -469,10 +456,7 @@ def run_until_captured(graph: Graph, run: Callable[[], object]) -> None:
 
 
 def pass_times(graph: Graph, widths: Sequence[int]) -> dict[int, float]:
-    """The shortest milliseconds of a chain pass by width, measured in turns.
-
-    So a busy second does not slow one width only. Noise only makes a pass longer.
-    """
+    """The shortest milliseconds of a chain pass by width, measured in turns."""
     with randomized(graph) as starts:
         graph.cache.place(starts[0])
         tokens = random_tokens(graph, max(widths))

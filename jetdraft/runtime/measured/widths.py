@@ -1,9 +1,4 @@
-"""Which widths of a target agree bit by bit on this machine, and files of measurements.
-
-Widths whose rows are identical form a *class*; an exact generation stays inside one, so
-that its text cannot depend on how rows were grouped into passes. The bundle's folder
-`profiles` keeps what was measured.
-"""
+"""Which widths of a target agree bit by bit on this machine, and files of profiles."""
 
 import json
 import warnings
@@ -82,10 +77,7 @@ class Widths:
 
 
 def prefill_widths(contract: StepContract) -> list[int]:
-    """The widths of the passes that read a prompt, widest first.
-
-    Multiples of the widest decoding pass, since kernels take rows in twos or fours.
-    """
+    """The widths of the passes that read a prompt, widest first."""
     wide, widths = contract.max_width, []
     while wide >= 2 * WIDEST:
         widths.append(wide - wide % WIDEST)
