@@ -14,7 +14,6 @@ from jetdraft.contracts.tensors import Float32s, Int64s
 from jetdraft.devices.memory import start_using_huge_pages
 from jetdraft.errors import ConstraintError, JetdraftError, OptionError
 from jetdraft.runtime.claim import CLOSED_MESSAGE
-from jetdraft.runtime.embedding import Embedder, embedding_prompt
 from jetdraft.runtime.generation import Generation
 from jetdraft.runtime.loaded import LoadedBundle
 from jetdraft.runtime.passes.opener import LoadOptions
@@ -33,7 +32,7 @@ from jetdraft.runtime.speech.transcription import (
     Transcription,
     check_speech,
 )
-from jetdraft.runtime.stream import AsyncStream, Stream
+from jetdraft.runtime.stream import AsyncStream, Embedder, Stream, embedding_prompt
 from jetdraft.runtime.text.codec import check_characters, check_ids
 from jetdraft.runtime.text.constraint import Constraint
 from jetdraft.runtime.text.stops import Thinking

@@ -25,13 +25,12 @@ from starlette.types import Receive
 from jetdraft.contracts.tensors import Int64s
 from jetdraft.errors import JetdraftError, OutputError, StoreError
 from jetdraft.files import read_arrays
-from jetdraft.runtime.embedding import Embedder
 from jetdraft.runtime.measured.stats import Stats
 from jetdraft.runtime.model import Model
 from jetdraft.runtime.passes.prefix import TOKENS, common_length
 from jetdraft.runtime.piece import Piece, Result
 from jetdraft.runtime.speech.transcription import Transcription
-from jetdraft.runtime.stream import Stream
+from jetdraft.runtime.stream import Embedder, Stream
 from jetdraft.runtime.text.stops import CANCELLED, INTERRUPTED
 from jetdraft.server import RequestError
 from jetdraft.server.generation_request import GenerationRequest

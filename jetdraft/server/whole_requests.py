@@ -14,11 +14,11 @@ from typing import Any, Self
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from jetdraft.contracts.tensors import Float32s
-from jetdraft.runtime.embedding import Embedder, Embeddings, normalized
 from jetdraft.runtime.model import Model
 from jetdraft.runtime.planning.options import Options
 from jetdraft.runtime.speech.segments import Segment, Transcript, srt, vtt
 from jetdraft.runtime.speech.transcription import TranscribeOptions, Transcription
+from jetdraft.runtime.stream import Embedder, Embeddings, normalized
 from jetdraft.runtime.text.stops import DEADLINE, LENGTH, STOP
 from jetdraft.server import RequestError
 from jetdraft.server.generation_request import ModelRequest
