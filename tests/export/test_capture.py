@@ -1,4 +1,4 @@
-"""Graphs that copy nothing from the host, and those of ai.onnx operators alone."""
+"""Graphs that copy nothing from the host, and graphs of ai.onnx operators alone."""
 
 from dataclasses import replace
 from functools import partial
