@@ -16,7 +16,7 @@ from jetdraft.runtime.stream import Stream
 from jetdraft.runtime.text.template import Message, check_messages, user_message
 from jetdraft.runtime.text.tools import ToolCall, Tools
 
-# The share of the capacity that stays filled where turns are dropped, which is slow.
+# The share of the capacity that stays filled; to drop turns reads the prompt again.
 KEPT_SHARE = 0.75
 
 

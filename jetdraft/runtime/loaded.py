@@ -96,7 +96,11 @@ class LearnedWeights:
         return choice.name if goes_on or begins else choice.before
 
     def graph(self) -> Graph | None:
-        """Open the drafter's graph with empty buffers; None if weights do not fit."""
+        """Open the drafter's graph with the weights that should draft now.
+
+        Its buffers are empty. If the weights do not fit, this warns, takes back a set
+        on trial, and returns None.
+        """
         with self._lock:
             try:
                 if self._weights is None:

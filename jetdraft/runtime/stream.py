@@ -36,9 +36,8 @@ class Stream:
         stream.result().finish_reason
     """
 
-    # The generation holds no reference to its stream. So Python frees an abandoned
-    # stream, and closes the generation's iterator with it. The stream holds the
-    # generation by its iterator only, so a stream that ended keeps no buffers.
+    # The generation does not refer to its stream, so Python frees an abandoned stream.
+    # The stream has its iterator only, so a stream that ended keeps no buffers.
     def __init__(self, generation: Generation) -> None:
         self.stats: Stats = generation.stats
         self.prompt = generation.prompt

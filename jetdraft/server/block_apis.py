@@ -1,7 +1,4 @@
-"""APIs whose answers are blocks: Anthropic's /v1/messages, OpenAI's /v1/responses.
-
-Of the latter nothing is kept. Their events have names, and tell when a block starts.
-"""
+"""APIs whose answers are blocks: Anthropic's /v1/messages, OpenAI's /v1/responses."""
 
 import json
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -28,10 +25,7 @@ class Block:
 
 
 def grow(blocks: list[Block], chunk: Json) -> Iterator[tuple[Block, str]]:
-    """Add OpenAI's chunk or answer to `blocks`.
-
-    Yields a block that begins with "", and then the last block with each text added.
-    """
+    """Add a chunk or an answer to `blocks`; yields a block with "", then its texts."""
     for choice in chunk.get("choices", ()):
         delta = choice.get("delta") or choice.get("message") or choice
         said = delta.get("content") or delta.get("text")

@@ -1,8 +1,4 @@
-"""Limits the connections of clients, and checks Host headers and API keys.
-
-A board answers without a proxy, and uvicorn has no limit for requests that come slowly,
-for answers that are not read, or for the connections of one peer.
-"""
+"""Limits the connections of clients, and checks Host headers and API keys."""
 
 import asyncio
 import hmac
@@ -31,8 +27,7 @@ UNREAD_SECONDS = 60.0  # A client that reads nothing for longer is dropped.
 CLIENT_CHECK_SECONDS = 0.25  # Between checks of a half-closed client.
 CROWDED_CONNECTIONS = 16  # Further connections, which may ask for /health.
 SPARE_FILES = 128  # File descriptors for files and uncounted connections.
-# The name of a Unix user begins with the first; what a Host header and an API key may
-# look like.
+# The name of a Unix user begins so; what a Host header and an API key may look like.
 _USER_PREFIX = "uid "
 _HOST_RE = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9._-]+))(?::([0-9]{1,5}))?")
 _KEY_PATTERN = re.compile(r"[!-~]+")
@@ -261,10 +256,7 @@ class Admission:
 
 
 def host_name(header: str) -> str | None:
-    """The host in a Host header without its port; None for a malformed header.
-
-    Stricter than the URL standard: it allows the characters of DNS names only.
-    """
+    """The host in a Host header, in DNS characters, without its port; None if not."""
     match = _HOST_RE.fullmatch(header)
     if match is None or int(match[3] or 0) > 65535:
         return None

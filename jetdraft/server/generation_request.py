@@ -33,8 +33,7 @@ READ_FIELDS = (
     *("messages", "tools", "tool_choice", "parallel_tool_calls", "response_format"),
     *("chat_template_kwargs", "enable_thinking", "reasoning_effort", "thinking"),
 )
-# Fields that OpenAI, Anthropic, Ollama and llama.cpp document and that change nothing
-# here; they are accepted, and a header of the answer names them.
+# Fields of other programs that change nothing; a header of the answer names them.
 IGNORED_FIELDS = (
     *("metadata", "store", "service_tier", "verbosity", "include"),
     *("safety_identifier", "user", "prompt_cache_key", "prompt_cache_options"),
@@ -67,8 +66,7 @@ FILL_TOKENS = (
 FILL_ENDS = ("▁<EOT>", "<|file_separator|>", "<|file_sep|>", "<|fim_pad|>")
 ROLES = ("system", "developer", "user", "assistant", "tool")  # Who writes a message.
 MAX_STOPS, MAX_STOP_CHARS = 16, 1000  # Each token is compared with all.
-# The most characters of a constraint, and of all tools. A shorter one that takes too
-# much time or memory is refused while it is compiled, see `Matcher`.
+# The most characters of a constraint, and of all tools; `Matcher` limits their work.
 MAX_SOURCE_CHARS = 64_000
 
 
@@ -166,10 +164,7 @@ class GenerationRequest(ModelRequest):
         return self.n * max(1, len(self.prompts))
 
     def streams(self, model: Model) -> Iterator[Stream]:
-        """Start the texts one after another; each stream yields its pieces.
-
-        Text i of a prompt has the seed plus i. All share `max_seconds`.
-        """
+        """Start the texts in turn: i has the seed plus i, all share `max_seconds`."""
         end = time.monotonic() + self.max_seconds
         for prompt in self.prompts or [""]:
             for place in range(self.n):

@@ -203,10 +203,9 @@ def listener_url(listener: socket.socket) -> str:
 
 @contextmanager
 def open_unix_listener(path: Path) -> Iterator[socket.socket]:
-    """Open a listening Unix socket at `path` that only this user may connect to.
+    """Open a listening Unix socket for this user alone; replaces an unused socket.
 
-    It is closed and removed after the block. A socket without a listener is replaced.
-    Raises `OptionError` if anything else is there, or nothing can be made there.
+    It is removed after the block. Raises `OptionError` if it cannot be made there.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         try:

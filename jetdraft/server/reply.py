@@ -1,7 +1,4 @@
-"""Replies in the form of OpenAI's API, whole or in chunks; and dialects of it.
-
-A dialect only translates: every API has the same request, queue and reply.
-"""
+"""Replies in the form of OpenAI's API, whole or in chunks; and dialects of it."""
 
 import json
 import time
@@ -67,10 +64,7 @@ class Reply:
 
     @property
     def usage(self) -> Json:
-        """The field usage for all texts that have ended.
-
-        A prompt counts once. Drafted tokens count as OpenAI's predicted outputs.
-        """
+        """Usage of ended texts: a prompt counts once, drafts as predicted outputs."""
         results, stats = self.results, [result.stats for result in self.results]
         prompts = stats[:: self.request.n]
         asked = sum(s.prompt_tokens for s in prompts)

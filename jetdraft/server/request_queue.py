@@ -1,7 +1,4 @@
-"""The queue in which requests wait for a model, and the job that runs a request.
-
-Beginnings of prompts are kept on disk, for whoever sends a prompt that begins alike.
-"""
+"""The queue in which requests wait for a model, and the job that runs a request."""
 
 import asyncio
 import logging

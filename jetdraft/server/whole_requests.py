@@ -1,7 +1,4 @@
-"""Requests that are answered whole: for a transcript, and for embeddings.
-
-A transcript is asked for by a multipart form (RFC 7578), as OpenAI's API has it.
-"""
+"""Requests that are answered whole: for a transcript, and for embeddings."""
 
 import base64
 import zlib

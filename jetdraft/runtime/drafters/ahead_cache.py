@@ -44,7 +44,8 @@ class AheadCache(DraftCache):
     def __init__(self, graph: Graph) -> None:
         super().__init__(graph)
         self.size = graph.contract.ahead  # the tokens of a block, k
-        # The block behind what was followed, and its first tokens, which are known.
+        # The block behind what was followed, or behind a chain's last block, and its
+        # first tokens, which are known.
         self.block: Block | None = None
         self.drafted: list[int] = []
 

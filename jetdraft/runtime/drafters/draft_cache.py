@@ -17,6 +17,8 @@ from jetdraft.runtime.passes.prefix import common_length
 class DraftCache:
     """Keeps a graph in step with the sequence, for all proposers that draft with it.
 
+    A head's drafted rows are dropped once the target's features are known; others stay
+    until the sequence differs.
     `tokens` are the tokens with rows in the graph's buffers, `seen` the tokens whose
     features were observed.
 

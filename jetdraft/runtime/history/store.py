@@ -41,7 +41,11 @@ class Entry:
 
 
 class ResponseStore:
-    """One user's requests and responses; `StoreError` if the file cannot be used."""
+    """One user's earlier requests and responses, as token ids of one tokenizer.
+
+    Raises `StoreError` if the file belongs to another tokenizer or program, or cannot
+    be created. A damaged file is moved aside with a warning.
+    """
 
     def __init__(
         self,

@@ -75,7 +75,10 @@ class Curve:
         return self.expert * (touched - _ms_between(self.experts, width))
 
     def probed_ms(self, width: int, probes: int, streams: int) -> float:
-        """The milliseconds of a branching pass whose rows carry `probes` in all."""
+        """The milliseconds of a branching pass whose rows carry `probes` probes in all.
+
+        On the line from one row to all rows with `streams`: the first probe costs more.
+        """
         bare = self.tree_ms(width, ends_at_gap=True)
         if not probes:
             return bare
@@ -100,8 +103,8 @@ class Curve:
     def learn(self, round_: Round) -> None:
         """Move the estimates a little towards the times of a round.
 
-        What no recent round took moves in proportion, and the price of
-        a drafted token falls while nothing is drafted, until a draft shows it.
+        What no recent round took moves in proportion, and the price of a drafted token
+        falls while nothing is drafted, until a draft shows the true price.
         """
         self._rounds += 1
         slowness = 1.0  # of the pass of this round, against its estimate

@@ -136,7 +136,11 @@ class Stats:
             self.off[round_.off] += 1
 
     def time_round(self, elapsed: float, tokens: int, session_seconds: float) -> None:
-        """Set the times, in seconds from the start, after a round with `tokens`."""
+        """Set the times after a round that committed `tokens` tokens.
+
+        `elapsed` seconds count from the start of the generation, `session_seconds`
+        inside `session.run` from the first round.
+        """
         if self.target_passes == 1:
             # Prefill and the first round are not decoding.
             self.time_to_first_token = elapsed
@@ -308,7 +312,10 @@ class Acceptance:
                 self.siblings.observe([True] * (rank - 1) + right_sibling)
 
     def rates(self, length: int, evidence: int | None = 0) -> list[float]:
-        """The rates of first siblings at depths 1..length; the best for None."""
+        """The rates of first siblings at depths 1..length, given right ancestors.
+
+        None as evidence is for a draft that is not made yet: it may be the best.
+        """
         if evidence:
             return self._evidence_rates(evidence).rates(length)
         if evidence is None and self.by_evidence:

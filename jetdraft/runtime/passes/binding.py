@@ -15,7 +15,6 @@ from jetdraft.runtime.passes.buffers import HOST, Memory, Tensor, run_bound
 
 VisibleSlots = Sequence[Sequence[int]]  # Slots that a row attends to beside its own.
 _Visibility = tuple[tuple[tuple[int, ...], ...], int]  # Slots by row; slots filled.
-# Inputs that most passes do not change.
 STEADY = ("answer_rows", "probe_rows", "probe_ids", "prefix_rows", "draft_mask")
 ON_REQUEST = ("logits", "probe_logits")  # Copied when the host reads them.
 

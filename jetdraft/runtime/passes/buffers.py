@@ -135,11 +135,9 @@ class Cache:
         self._moves: dict[int, _MoveBinding] = {}
         self._states = memory.tensors(contract.state_tensors("past"))
         self.states = {name: tensor.value for name, tensor in self._states.items()}
-        # Rows and width of a pass that is not committed yet, and how many rows the
-        # states lack.
+        # Rows and width of an uncommitted pass, and how many rows the states lack.
         self._last_pass, self._kept = (0, 0), 0
-        # Whether the states may have rows that are not committed: of a wide pass, or of
-        # a pass that has failed.
+        # Whether the states may have rows of a wide or failed pass.
         self.is_ahead = self._was_ahead = False
         self._mark: tuple[int, Arrays] = 0, {}
 

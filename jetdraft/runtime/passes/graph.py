@@ -49,8 +49,7 @@ class Graph:
         self.memory = memory
         self.captures = captures
         self.lengths: Sequence[int] = ()
-        # Set before the first pass: the target's buffers, for a graph that reads them,
-        # and what the decoder of an encoder reads.
+        # Set before the first pass, for a graph that reads a target or an encoder.
         self.target_cache: Cache | None = None
         self.source: SourceBuffers | None = None
         # What selecting passes read and write in place, on the host.

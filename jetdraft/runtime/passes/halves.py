@@ -1,11 +1,7 @@
-"""The two graphs of a target, of which the lower may run ahead (Kangaroo, 2404.18911).
+"""The two graphs of a target; the lower may run ahead (Kangaroo, 2404.18911)."""
 
-Something is drafted from the states that leave the lower half. Its keys and values lie
-in the target's own buffers; the upper half takes up the states when rows are verified:
-
-    the upper half's cursor   the committed rows, as in any target
-    the lower half's cursor   the committed rows, and the rows that it ran ahead
-"""
+# The lower half writes into the target's own buffers, and its cursor also counts the
+# rows that it ran ahead; the upper half takes up their states when they are verified.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -81,10 +77,7 @@ class Halves:
     def run_lower(
         self, rows: PlacedRows, width: int, cursor: int, parents: Sequence[int] = ()
     ) -> PassBinding:
-        """Run rows of a draft that begins at the cursor; returns their binding.
-
-        An early exit needs the `parents` of all rows; the root is its own parent.
-        """
+        """Run rows of a draft from the cursor on; an early exit needs all `parents`."""
         bound, padding = self._bind(LOWER, width), width - len(rows.tokens)
         tokens = list(rows.tokens)
         bound.arrays["input_ids"][0] = tokens + tokens[-1:] * padding
@@ -100,10 +93,7 @@ class Halves:
         size: tuple[int, int, Probes],
         cursor: int,
     ) -> Answer:
-        """Run rows with the `states` [n, h] of the lower half.
-
-        The `size` is the width, the number of rows to answer for, and the probes.
-        """
+        """Run `states` [n, h] in a pass of `size`: width, answered rows, and probes."""
         bound, probes = self._bind(UPPER, *size), size[2]
         bound.fill_rows("hidden", states)
         self._run_placed(bound, rows, size[0] - len(rows.tokens), probes, cursor)

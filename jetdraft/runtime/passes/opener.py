@@ -39,7 +39,6 @@ from jetdraft.runtime.passes.session import (
 OFF = "off"  # The value of `drafter_provider` that leaves the drafter out.
 
 
-# Flags in each section of help.
 _runtime, _drafting = (partial(Flag, group) for group in ("runtime", "drafting"))
 
 
@@ -108,7 +107,6 @@ def check_load_options(options: LoadOptions) -> None:
 
 
 Weights = Mapping[str, npt.NDArray[np.generic]]  # By the initializers' names.
-# The sessions of a graph, where its buffers lie, and its captures if it has any.
 Opened = tuple[StepSessions, Memory, Captures | None]
 
 
@@ -166,18 +164,14 @@ class Opener:
         path: Path = self.bundle.path / file
         if self.provider.memory == "cpu":
             return open_session(path, "cpu")
-        # TensorRT and CUDA use the same device memory, and a TensorRT engine would not
-        # copy rows any faster.
+        # CUDA has the same device memory, and a TensorRT engine copies no faster.
         options = WEBGPU_OPTIONS
         if self.provider.memory == "cuda":
             options = CUDA_OPTIONS | {"enable_cuda_graph": "0"}
         return open_session(path, self.provider.memory, provider_options=options)
 
     def _open_on_cpu(self, entry: GraphEntry, weights: Weights) -> Opened:
-        """Open one session: chains run as fast in a tree graph, with equal bits.
-
-        Two sessions would hold the packed weights twice (docs/log/runtime.md).
-        """
+        """Open one session; two hold the packed weights twice (docs/log/runtime.md)."""
         session = self.session(entry.widest_file, weights)
         return StepSessions(session, entry.widest_contract), HOST, None
 

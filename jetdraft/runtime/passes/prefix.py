@@ -1,9 +1,4 @@
-"""The rows of an earlier text that a target's buffers still hold.
-
-Prompts are read in passes whose rows have the bits of decoding
-(`Widths.prefills_agree`), so a kept row has the bits that a new pass would compute. An
-exact generation does not use rows that an inexact generation left.
-"""
+"""The rows of an earlier text that a target's buffers still hold."""
 
 import hashlib
 import json

@@ -1,13 +1,7 @@
-"""A target in two halves; rows that look wrong are dropped between them.
+"""A target in two halves that drops unlikely rows between them (2402.11131, 3.1.3)."""
 
-Speculative Streaming's early exit (2402.11131, 3.1.3): an unlikely row, and the rows
-below it, never enter the upper half.
-
-    keep the root; keep c if its parent is kept and p_early(c | parent) >= threshold
-
-With the walk, a dropped row can shorten the accepted path, but never change it. A
-verifier that reads draft probabilities would be biased by it.
-"""
+# A row stays if its parent stays and p_early(row | parent) >= threshold. The walk then
+# accepts a shorter path at most; verifiers that read draft probabilities get a bias.
 
 import math
 from bisect import bisect_left
@@ -29,7 +23,6 @@ from jetdraft.runtime.passes.binding import PassBinding
 from jetdraft.runtime.passes.buffers import Cache
 from jetdraft.runtime.passes.halves import Halves, PlacedRows, SplitSessions
 
-# The thresholds: a drafted row stays if its probability is at least this.
 THRESHOLD_CHOICES = (0.0, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3)
 
 
@@ -67,7 +60,6 @@ class Threshold:
 
 
 _TIMING_TURNS = 3  # How often each width of the upper half is timed.
-# The sessions that move rows of the lower and of the upper half.
 Compactions = Sequence[ort.InferenceSession | None]
 
 
@@ -106,8 +98,7 @@ class PrunedHalves:
         self.widths: Sequence[int] = ()
         self.adaptive: Threshold | None = None
         self._kept: list[int] = []
-        # Of the last draft: rows, the early exit's log probabilities, the milliseconds
-        # of the lower half, and the probes.
+        # The last draft: rows, early log probabilities, the lower half's ms, probes.
         self._draft: tuple[Rows, list[float], float, Probing]
         self._upper_times: dict[int, float] = {}
         self._probe_ms: float | None = None

@@ -49,10 +49,9 @@ ONE_THREAD = Threads(1, Spinning.NEVER)
 
 
 def threads_of_pair(target: int, drafter: int) -> tuple[Threads, Threads]:
-    """The threads of a target and its drafter, which run in turns on the same cores.
+    """The threads of a target and its drafter, which take turns on the same cores.
 
-    A drafter with one thread sleeps while it waits, and leaves the target's spinning
-    alone. With more, each pool yields the cores when its pass ends.
+    A drafter's one thread sleeps while it waits; more yield the cores between passes.
     """
     if drafter == 1:
         return Threads(target, Spinning.ALWAYS), ONE_THREAD

@@ -14,10 +14,7 @@ from jetdraft.runtime.proposers.proposer import Proposer
 
 @dataclass(frozen=True)
 class Assignment:
-    """Ask `proposer` for `budget` rows, as a tree of the shape `parents` if given.
-
-    None is no draft. Rows carry probes for the next draft as `probing` says.
-    """
+    """Ask `proposer` for `budget` rows, as a tree by `parents`; None is no draft."""
 
     proposer: Proposer | None
     budget: int
@@ -26,8 +23,7 @@ class Assignment:
 
 
 NO_DRAFT = Assignment(None, 0)
-# A plan replaces a simpler plan if it promises this many times its value, since its
-# rates rest on less evidence.
+# How many times the value of a simpler plan, which has more evidence, a plan needs.
 MARGIN = 1.02
 LEARNING_ROUNDS = 8  # One round of these is learned from, while none is planned.
 NEGLIGIBLE = 0.01  # Less likely tokens are not planned.
@@ -290,5 +286,4 @@ class AdaptiveController:
                 acceptance.fade()
 
 
-# Assigns the draft of each round and learns from the round.
 Controller = FixedController | AdaptiveController

@@ -24,7 +24,6 @@ def _method_help() -> str:
     return f"{', '.join((AUTO, NONE, *methods()))}; or a comma list to pick from."
 
 
-# Flags in each section of help.
 _ending, _drafting, _sampling, _constraint = (
     partial(Flag, group) for group in ("ending", "drafting", "sampling", "constraint")
 )

@@ -130,7 +130,7 @@ class ExpertsCounter(Observer):
         self._parts.curve.touched = dict(enumerate(added.cumsum().tolist(), start=1))
 
 
-# The most proposers that are kept: requests can bring ever new options.
+# Requests can bring ever new options.
 MAX_PROPOSERS = 64
 
 
@@ -157,15 +157,11 @@ class ProposerSet:
     vocab_size: int
 
     def offer(self, context: Tokens, room: int) -> Offer:
-        """Ask proposers until the controller assigns an offered draft, or no draft.
-
-        It has at most `room` rows below the root, the last token of `context`.
-        """
+        """Ask proposers until the controller assigns at most `room` rows, maybe 0."""
         offer = Offer(Rows.chain([context[-1]]))
         drafts: dict[Proposer, Rows] = {}
         while room > 0:
-            # Once a proposer has made an offer, the controller knows its evidence and
-            # how many rows there are, so it plans again.
+            # With an offer the controller knows evidence and rows, so it plans again.
             counts = {p: rows.drafted for p, rows in drafts.items()}
             assignment = self.controller.assign(room, counts)
             proposer, budget = assignment.proposer, assignment.budget
@@ -329,8 +325,7 @@ class Planner:
                 self._check_exact_bits(method, options, drafting)
                 chosen[method] = proposer
             except OptionError as error:
-                # "auto" does without a method that the bundle or the machine cannot
-                # run, but not where the caller's options are wrong.
+                # "auto" skips what this machine cannot run, but not wrong options.
                 if not automatic or error.field == "drafting":
                     raise
         for one, _ in _conflicts(chosen):  # only "auto" has chosen both

@@ -34,12 +34,9 @@ from jetdraft.runtime.proposers.model_proposer import (
 from jetdraft.runtime.proposers.proposer import Proposer, Traits
 from jetdraft.runtime.trees.shapes import Shape
 
-# Options that `jetdraft check` tries beside the defaults.
 SAMPLES = ({"tree": "best"}, {"tree": "heap"}, {"tree": "comb"})
 PROBABILITY = Range(lambda p: 0.0 <= p <= 1.0, "0 (off) to 1")  # 0 switches it off.
-# Makes the proposer of a method of that name, which drafts with that cache.
 Make = Callable[[str, LoadedBundle, DraftCache, OptionsT], Proposer]
-# Whether a method drafts with a drafter of this contract for that target.
 Fits = Callable[[StepContract, GraphEntry], object]
 
 
@@ -193,11 +190,9 @@ def drafter_method(
     return Method(name, summary, make_checked, options, **(own | more))
 
 
-# The record of a method whose drafter drafts token by token.
 token_drafter = partial(
     drafter_method, make=token_proposer, options=DraftOptions, cost="drafter", alone={}
 )
-# The record of a method whose drafter fills a block.
 block_drafter = partial(
     drafter_method,
     make=block_proposer,

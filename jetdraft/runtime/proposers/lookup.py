@@ -1,8 +1,4 @@
-"""Prompt lookup and suffix decoding (SuffixDecoding, 2411.04975).
-
-The proposer drafts what followed the longest ending of the text that occurred before,
-in it or in the responses to earlier requests; the likelier draft wins.
-"""
+"""Prompt lookup and suffix decoding (SuffixDecoding, 2411.04975)."""
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
@@ -95,10 +91,7 @@ class _SequenceLookup:
         self._place, self._read = (ROOT, 0), list[int]()
 
     def read(self, context: Sequence[int]) -> None:
-        """Learn the tokens of a context that were not read before.
-
-        Never more tokens than a pass holds are withdrawn, so only these are compared.
-        """
+        """Learn the tokens of a context that were not read before."""
         start = max(0, len(self._read) - 2 * WIDEST)
         if list(context[start : len(self._read)]) != self._read[start:]:
             self._restart()

@@ -58,7 +58,7 @@ def confidence(answer: Answer) -> float:
 def make_draft_stop(
     rule: str | None, threshold: float | None, loaded: LoadedBundle
 ) -> DraftStop | None:
-    """Make the rule of that name; None if no rule is named.
+    """Make the rule of that name, None without a name.
 
     The threshold of "learned" is 1 minus the product. Raises `DraftingError` without a
     drafter, and `StoreError` without an acceptance head.

@@ -87,10 +87,7 @@ class Proposer(Observer, ABC):
         return kept
 
     def catch_up(self, context: Tokens) -> None:
-        """Run what is missing of `context` before `propose`; here nothing.
-
-        Only `propose` is timed, to tell what the next draft costs.
-        """
+        """Run what is missing of `context` before `propose`, which is timed."""
 
     @abstractmethod
     def propose(self, context: Tokens, budget: int, parents: Parents = None) -> Rows:

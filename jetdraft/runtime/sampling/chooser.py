@@ -1,14 +1,10 @@
 """Chooses one token per row: greedily, or by filtered sampling.
 
-    p        the target's distribution after temperature and filters
+    p        the target's distribution after temperature, top-k, top-p and min-p
     chosen = argmax over the support of p of logit / temperature + G(seed, position, id)
 
-By the Gumbel-max trick the chosen token is a draw from p, and it depends on the prefix
-and the seed alone.
-
-Filters apply in this order: temperature, top-k, top-p, min-p. Each keeps some number of
-the best tokens. If the graph's K candidates are enough to know this number, the other
-logits are never fetched.
+By the Gumbel-max trick it is a draw from p, and depends on prefix and seed alone.
+Logits beyond the graph's K candidates are fetched only if these are not enough.
 """
 
 from collections.abc import Sequence
@@ -54,8 +50,7 @@ class Sampling:
         object.__setattr__(self, "seed", int(self.seed))
 
 
-# The temperature of a drafter's probabilities in greedy decoding, where they only rank
-# rows: at 1 a small drafter is too unsure (docs/log/trees-and-verifiers.md).
+# Of a drafter in greedy decoding: 1 is too unsure (docs/log/trees-and-verifiers.md).
 GREEDY_DRAFT_TEMPERATURE = 0.4
 
 

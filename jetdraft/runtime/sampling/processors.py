@@ -1,10 +1,4 @@
-"""What changes a model's logits before a token is chosen from them.
-
-A processor must depend on a row's prefix alone, so each row is changed as plain
-decoding would change it. The changes are made on the candidates first: a token that is
-neither a candidate nor changed is no better than the last candidate. The changed logits
-of all tokens are computed when they are first read.
-"""
+"""Changes a model's logits, by a row's prefix alone, before a token is chosen."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,8 +15,7 @@ from jetdraft.runtime.drafts.rows import Rows
 from jetdraft.runtime.passes.answer import Answer
 
 NEVER = np.float32(-1e30)  # A logit so low that no noise makes it win.
-# Up to `FEW_TOKENS` allowed tokens it is cheap to look at each; with more than
-# `MANY_TOKENS` it costs as much as to search the whole row.
+# Each of few allowed tokens is looked at; from many on the whole row is searched.
 FEW_TOKENS, MANY_TOKENS = 512, 4096
 _Best = tuple[Int64s, Float32s]
 MIN_CANDIDATES = 8  # With fewer left, the whole row is searched for the best.

@@ -1,19 +1,11 @@
 """Verifiers: they choose a token per row, and `Rows.walk` accepts the rows that agree.
 
-The walk chooses what plain decoding chooses, whatever was drafted. The other exact
-verifiers draw each row's token from pi(. | its children), which a rule gives:
-
     p   the target's distribution of a row's token
     q   the drafter's distribution, from which the row's children x_1 .. x_k were drawn
     pi  the distribution to draw the chosen token y from, given the children
 
-Every rule that is not lossy keeps the target's distribution, which the tests compute:
-
-    sum_x P(x_1 .. x_k) pi(y | x_1 .. x_k) = p(y)
-
-But with the same seed the text is another text, since the draws depend on the draft.
-Rules take p and q as float64 [m] over the same tokens, and the children as indices into
-them in the order they were drawn. They return pi, float64 [m].
+Rules take p and q as float64 [m], and children as indices in the order of their draws;
+they return pi. Where they are not lossy, sum_x P(x_1 .. x_k) pi(y | x_1 .. x_k) = p(y).
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -20,7 +20,6 @@ _UNKNOWN_SIZE = 2**62  # The header may not say the size, as from a pipe.
 _MAX_CHUNKS = 1000  # The most chunks of a file before its sound.
 # Formats of samples in a WAV header; the last has the format in another field.
 _PCM, _FLOATS, _EXTENSIBLE = 1, 3, 0xFFFE
-# Bytes of a sample in each format that is read.
 _SAMPLE_BYTES = {_PCM: (1, 2, 3, 4), _FLOATS: (4, 8)}
 _RATES = range(1000, 768_001)  # Samples a second of a file that is read.
 _ADVICE = "convert it with ffmpeg -i IN -ac 1 -ar 16000 -c:a pcm_s16le OUT.wav"

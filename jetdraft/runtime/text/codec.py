@@ -20,10 +20,7 @@ CHARACTERS_PER_TOKEN = 64  # A longer prompt is not even encoded.
 
 
 class TextCodec:
-    """The bundle's tokenizer. Without a `file`, prompts and texts are token ids only.
-
-    Raises `BundleError` if the file is not a tokenizer.
-    """
+    """The bundle's tokenizer, or only ids without a `file`; raises `BundleError`."""
 
     def __init__(self, file: Path | None) -> None:
         self._file = file
@@ -129,8 +126,7 @@ class TokenBytes:
 
 
 _BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")  # The name of a token that is a byte.
-# The bytes by the letters that byte-level tokenizers write: printable bytes are their
-# own letters, the others have the letters after 255, in order.
+# Bytes by the letters of byte-level tokenizers, printable bytes first, then from 256.
 _LETTERS = sorted(pre_tokenizers.ByteLevel.alphabet())
 _PRINTABLE = {letter: ord(letter) for letter in _LETTERS if ord(letter) < 256}
 _OTHERS = (byte for byte in range(256) if byte not in _PRINTABLE.values())

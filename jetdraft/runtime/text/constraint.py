@@ -1,8 +1,4 @@
-"""Constraints on a text: a JSON schema, a regular expression or a grammar.
-
-The library llguidance does the work in a process apart, see worker_process.py. Each row
-is masked by its own prefix, as plain decoding would mask it.
-"""
+"""Constraints on a text, by llguidance in another process, see worker_process.py."""
 
 import json
 import re
@@ -23,8 +19,7 @@ from jetdraft.runtime.text.codec import TextCodec
 from jetdraft.runtime.text.stops import Thinking, ThoughtReader
 from jetdraft.runtime.text.worker_process import EndedError, MustEnd, Pipe, Vocabulary
 
-# How long the compilation of a constraint may compute, and then each look at a text.
-# Useful constraints take milliseconds, or 200 for 1000 optional properties.
+# To compile, and for each look at a text; useful constraints take at most 0.2 s.
 COMPILE_SECONDS, STEP_SECONDS = 5.0, 2.0
 MAX_ITEMS, MAX_STATES = 500, 50_000  # Parser and lexer; a state takes 2 kB.
 TOO_MUCH = "it takes too much time or memory"
@@ -242,8 +237,7 @@ class Matcher:
         except ConstraintError:
             if not self._has_read_drafts or self._must_end():
                 raise
-        # Another process, which looks at nothing below the root: a copy of the
-        # library's matcher would share the states that count for limits.
+        # Another process: a copy of the library's matcher would share the limits.
         self.close()
         self._pipe = self._asked = None
         self._has_read_drafts = self._may_read_drafts = False

@@ -1,9 +1,7 @@
-"""Where chat templates run: they can change nothing, and their work is bounded.
+"""Where chat templates run: they can change nothing, and their work is bounded."""
 
-A template is code of strangers. Each step is counted: what a loop, a call, an operator
-or a filter makes, and the time of the thread. A step that may make too much at once is
-refused before it starts. Steps inside C code work on `MAX_SIZE` characters at most.
-"""
+# Strangers write templates. Each step is counted, and refused before it starts if it
+# may make too much. C code gets at most `MAX_SIZE` characters.
 
 import json
 import re

@@ -1,8 +1,4 @@
-"""Turns chat messages into a prompt with the checkpoint's own chat template.
-
-The template also tells how the model marks its thoughts, which are no part of an
-answer.
-"""
+"""Turns chat messages into a prompt with the checkpoint's own chat template."""
 
 import json
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,4 @@
-"""Tools, functions that a model may call: their grammar, and the calls in a text.
-
-The chat template tells how its model writes a call: a row of `_FORMATS`.
-"""
+"""Tools, functions that a model may call: their grammar, and the calls in a text."""
 
 import json
 import re

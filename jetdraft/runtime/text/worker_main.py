@@ -1,12 +1,7 @@
-"""The program that follows constraints, in processes apart from the runtime's.
+"""A script that follows constraints; it imports nothing of jetdraft."""
 
-A grammar of 600 characters can take all memory and never end, and nothing but the end
-of its process stops the library. So this program reads the vocabulary once and forks a
-process for each text, which ends by itself when its memory or the time of a request is
-used up, or when the other end of its second socket is closed.
-
-It runs as a script and imports nothing of jetdraft; `worker_process.py` starts it.
-"""
+# A short grammar can take all memory and never end; only the end of its process stops
+# the library. A process ends itself at its limits, or when its second socket closes.
 
 import json
 import os
@@ -74,10 +69,7 @@ class LibraryVocabulary:
         return [names.get(t, t) for t in self.tokenizer.greedy_tokenize(text)]
 
     def aliases_for(self, source: str) -> dict[int, int]:
-        """The aliases that may write a part of a constraint.
-
-        Only a source with the text of a special token, as it is or escaped, admits it.
-        """
+        """The aliases of special tokens whose text is in a constraint."""
         for _ in range(2):  # an expression in JSON is escaped twice
             source += "\n" + _ESCAPE.sub(lambda e: e[2] or chr(int(e[1], 16)), source)
         unnamed = {token for token, text in self.hidden.items() if text not in source}

@@ -17,8 +17,7 @@ from weakref import finalize
 from jetdraft.errors import OptionError
 
 SLICE_SECONDS = 0.05  # How long a wait blocks before it checks whether it must end.
-# A worker counts the seconds that it computes, and ends itself in time. Where other
-# programs have the cores, it is given up after `PATIENCE` times its limit.
+# A worker without a free core is given up after `PATIENCE` times its limit.
 PATIENCE = 10.0
 MIN_READ_BYTES = 4096  # Bytes read at once, so that a short reply is read by one call.
 MAX_BYTES = 256 << 20  # Memory that one constraint may take beside the vocabulary's.

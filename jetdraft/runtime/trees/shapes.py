@@ -35,10 +35,7 @@ RANK_RATES = (0.63, 0.13, 0.06, 0.036, 0.024, 0.016, 0.013, 0.01)
 
 @dataclass
 class Tree:
-    """The rows drafted so far, up to `budget`; the root's children are at `position`.
-
-    `drawn_from` has the distribution of the children of a row.
-    """
+    """The drafted rows, up to `budget`; the root's children are at `position`."""
 
     kind: Kind
     sampling: Sampling
@@ -204,7 +201,7 @@ class Kary(Shape):
         return deeper if tree.room else []
 
 
-# Kinds of siblings that may be dropped without a bias.
+# They may be dropped without a bias.
 _RANK_KINDS = frozenset({Kind.DETERMINISTIC, Kind.COUPLED})
 
 
@@ -326,7 +323,6 @@ class Merged(Shape):
         return Rows(tokens, parents, tree.kind)
 
 
-# Kinds whose siblings all have different tokens.
 _DISTINCT_KINDS = frozenset({Kind.DISTINCT, Kind.COUPLED, Kind.DETERMINISTIC})
 
 
