@@ -59,6 +59,7 @@ ONLY_PARSED = {
     "jetdraft bench bundles/faster": "needs a trained drafter; tests/train",
     "jetdraft transcribe bundles/whisper": "needs an export; tests/cli",
     "jetdraft embed bundles/embedding": "needs an export; tests/export",
+    "jetdraft chat BUNDLE": "needs a chat template; tests/cli",
     "python tools/texts.py TARGET": "needs texts; tests/tools",
     "jetdraft doctor": "ends with 2 on a machine with faults; tests/devices",
     "python -m tools.forecast": "ends with 2, the toy is in float; tests/tools",

@@ -415,6 +415,6 @@ def test_a_broken_call_is_text_and_a_whole_call_is_sent_at_once(size):
     calls = [delta["tool_calls"][0] for delta in deltas if "tool_calls" in delta]
     first, second = (call["function"] for call in calls)
     assert (first["name"], second["arguments"]) == ("f", '{"x": 1}')
-    whole = reply.complete(result)["choices"][0]
+    whole = reply.complete([result])["choices"][0]
     assert (whole["message"]["content"], whole["finish_reason"]) == (said, "length")
     assert len(whole["message"]["tool_calls"]) == 1
