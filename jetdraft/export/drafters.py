@@ -89,7 +89,6 @@ def write_head_graphs(
     if own.contract.reads and target.options.provider_of(DRAFTER).name == "cpu":
         slice_target_buffers(file, own.contract)
     share_weights(file, lender)
-    # All rows of a draft's depth share a guess of a block.
     return own if own.contract.block else write_tree(job, own)
 
 

@@ -258,7 +258,6 @@ def _make_contract(
         max_width=options.max_width,
         dtype=DTYPES[options.dtype_of(name)],
         **sizes._asdict(),
-        # A drafter's last hidden state predicts acceptance (SpecDec++).
         hidden_size=model.get_output_embeddings().weight.shape[1]
         if name == DRAFTER
         else 0,

@@ -31,7 +31,6 @@ class RotationInHalves(pattern.RewriteRuleClassBase):  # type: ignore[misc]
     """Rewrites x cos + rotate_half(x) sin, with the heads on `axis`, in float16 too."""
 
     def __init__(self, axis: int = 1, casts: bool = True) -> None:
-        # Cosine and sine are shared by all layers, so they stay.
         super().__init__(remove_nodes=False)
         self.axis, self.casts = axis, casts
 

@@ -241,7 +241,6 @@ class Measures:
                 own_attention(self.checkpoints[DRAFTER].model),
             ):
                 return choose_drafter_recipe(*models, recipe, kernel, self.ids)
-        # A head says nothing of the token after the first.
         windows = Windows(windows.ids, min(windows.scored, windows.ids.shape[1] - 1))
         assert target.taps is not None
         reading = ReadingHead(target.model, self.head, target.taps)

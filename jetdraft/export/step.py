@@ -298,7 +298,6 @@ class ProbeStep(Step):
             if prefix is not None:
                 filled = torch.cat([filled, prefix[None]], 1)
             state.last_row = cursor + count_on_device(filled) - 1
-            # Made of the mask as `attentions.add_mask` makes it.
             slots = torch.arange(1, self.contract.slots + 1)
             lines = slots - draft_start.to(torch.int64)
             hidden = draft_mask.to(dtype_of(self.contract)) * HIDDEN

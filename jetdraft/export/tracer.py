@@ -105,7 +105,6 @@ def _export_step(step: Step, weights: Mapping[str, torch.Tensor]) -> onnx_ir.Mod
     inputs, buffers, outputs = step.declared_tensors
     past = [zeros(spec) for spec in buffers]
     extras = [zeros(spec, TRACED_ROWS) for spec in step.extra_inputs]
-    # Memory that is allocated but never read or written.
     empty = [torch.empty(w.shape, dtype=step.dtype_of(n)) for n, w in weights.items()]
     shapes = _dynamic_shapes(contract, (*inputs[: len(example)], *step.extra_inputs))
     program = torch.onnx.export(

@@ -1,4 +1,10 @@
-"""One generation: read the prompt, then propose, verify and commit round by round."""
+"""One generation: read the prompt, then propose, verify and commit round by round.
+
+Before a round the target's cache holds the public sequence but its last token, the
+root. Where attention adds up in an order that a gap changes (`Widths.skips_agree`), an
+exact generation commits up to the first gap; the tokens beyond begin the next draft.
+Whatever was drafted, plain decoding chooses the same tokens.
+"""
 
 import time
 import warnings

@@ -158,9 +158,6 @@ class AsyncStream:
         return asyncio.get_running_loop().run_in_executor(self._thread, work)
 
 
-# --- embeddings -----------------------------------------------------------------------
-
-
 def embedding_prompt(parts: LoadedBundle, name: str | None) -> str:
     """Return what stands before a text by the prompt's name, None for the default.
 

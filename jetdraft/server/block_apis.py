@@ -99,8 +99,6 @@ def _named(event: Json) -> str:
     return f"event: {event['type']}\ndata: {json.dumps(event)}\n\n"
 
 
-# --- Anthropic's messages -------------------------------------------------------------
-
 # OpenAI's choices of tools by Anthropic's; reasons; kinds of errors by HTTP status.
 _CHOICES = {"any": "required", "auto": "auto", "none": "none"}
 _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
@@ -227,8 +225,6 @@ def _error(error: Json, status: int) -> Json:
 
 MESSAGES = block_dialect(_read_messages, _message, _message_events, _named, _error)
 
-
-# --- OpenAI's responses ---------------------------------------------------------------
 
 # The fields of a request that an answer repeats, with their defaults.
 _REPEATED: Json = {

@@ -167,7 +167,6 @@ class _LineReader:
         for number, line in enumerate(read_text(file).split("\n"), start=1):
             if line.strip():
                 examples[number] = self._example(line, f"line {number} of {file}")
-        # A prompt alone needs room for what the target writes.
         sizes = {n: len(e.ids) + (not any(e.learned)) for n, e in examples.items()}
         long = [number for number, size in sizes.items() if size > self.length]
         if long:

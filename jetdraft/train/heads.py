@@ -90,11 +90,9 @@ def copy_weights(module: nn.Module, other: nn.Module) -> None:
 
 def copy_norm(norm: nn.Module, other: nn.Module, width: int) -> None:
     """Copy the weights of `other`, unless `norm` would then compute something else."""
-    # Some kinds add one to their weights.
     before = {name: weight.clone() for name, weight in norm.state_dict().items()}
     copy_weights(norm, other)
     probe = torch.randn(1, width)
-    # A target that has written texts is on a GPU; the drafter is not yet.
     device = next((weight.device for weight in other.parameters()), probe.device)
     with torch.no_grad():
         theirs = other(probe.to(device)).cpu()

@@ -126,7 +126,6 @@ class LabelCache:
         of_texts = zip(*(torch.split(part, sizes) for part in parts), strict=True)
         for key, text in zip(_cache_keys(batch), of_texts, strict=True):
             for name, part in zip(LABEL_FIELDS, text, strict=True):
-                # A part of a shard would keep the whole batch in memory.
                 self._tensors.write(f"{key}.{name}", part.clone())
         return kept
 

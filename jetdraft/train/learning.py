@@ -300,7 +300,6 @@ class Background:
         return ""
 
 
-# The merged weights of a set in floats, by the checkpoint's names.
 TRAINED = "trained.safetensors"
 
 

@@ -353,7 +353,6 @@ class Task(ABC):
     def loss(self, run: Run, module: Any, batch: Batch) -> Tensor:
         """Return the scalar loss of this process's part of a batch."""
         sums = module(*self.lesson(run, batch, True))
-        # Processes average their gradients, and each has a part of the sum.
         return self.total(sums, run.sum_over_processes(sums.places)) * run.processes
 
     def validate(self, run: Run, module: Any) -> dict[str, Any]:

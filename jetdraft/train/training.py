@@ -112,7 +112,6 @@ class Training(Run):
     def _complete_texts(self, progress: ReportStage) -> None:
         regenerate = getattr(self.task.settings, "regenerate", False)
         count = len(self.corpus.training)
-        # A corpus of one text validates with it too.
         apart = self.corpus.validation[0] is not self.corpus.training[0]
         texts = self.corpus.training + (self.corpus.validation if apart else [])
         chosen = [n for n, t in enumerate(texts) if regenerate or not t.is_written]

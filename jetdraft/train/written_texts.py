@@ -168,7 +168,6 @@ class WrittenTexts:
         `tick` gets how many texts this process has written, and how many it writes.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
-        # Texts of one batch should have about the same length.
         order = sorted(chosen, key=lambda number: prompt_size(examples[number]))
         shards = [order[i : i + SHARD_TEXTS] for i in range(0, len(order), SHARD_TEXTS)]
         own = range(self.process, len(shards), self.processes)
@@ -176,7 +175,6 @@ class WrittenTexts:
         missing = [number for number in own if not self._shard_file(number).exists()]
         done = total - sum(len(shards[number]) for number in missing)
         tick(done, total)
-        # One batch may fill several files.
         together = max(1, self.batch_size // SHARD_TEXTS)
         for start in range(0, len(missing), together):
             numbers = missing[start : start + together]

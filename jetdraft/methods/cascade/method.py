@@ -158,7 +158,6 @@ METHOD = drafter_method(
     "cascade",
     "the drafter, or lookup where lookup is right more often",
     "a drafter",
-    # A drafter, or a head of EAGLE or MTP.
     lambda contract, target: (
         contract.stands_alone or (contract.carried_size and not contract.recent)
     ),

@@ -66,7 +66,6 @@ class Chimera(DraftModule):
         `positions` int64 [b, n] are of the row before.
         """
         layer = self.first_layer
-        # In a graph, a quantized embedding takes ids of two axes.
         rows = self.embed_tokens(trigrams.flatten(1))
         joined = rows.unflatten(1, (-1, ROW_TOKENS)).flatten(2)
         states = self.trigram["down"](joined + F.silu(self.trigram["block"](joined)))

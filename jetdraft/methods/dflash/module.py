@@ -27,7 +27,6 @@ _KEYS = {
 }
 _SPECULATOR_KEYS = _KEYS | {
     *("draft_vocab_size", "aux_hidden_state_layer_ids"),
-    # Only Domino and the training read these.
     *("pure_draft_prefix_len", "emb_dim", "gru_hidden_dim", "lambda_base_start"),
     *("lambda_base_decay_ratio", "auf"),
 }

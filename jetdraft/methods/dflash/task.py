@@ -82,7 +82,6 @@ class DFlashTask(BlockTask):
             layer_types=["full_attention"] * config.num_layers,
             dflash_config={
                 "mask_token_id": config.mask_token,
-                # Its ids name layers by their output.
                 "target_layer_ids": [tap - 1 for tap in config.taps],
             },
         )

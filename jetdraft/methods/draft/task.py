@@ -267,7 +267,6 @@ class ModelTask(task.Task):
                 tokens, of_text = torch.searchsorted(ids, tokens[known]), scores[known]
             losses = -of_text.gather(-1, tokens[:, None]).sum()
         else:
-            # Places whose tokens cannot be drafted count less.
             compared, beta = DIVERGENCES[self.settings.loss], self.settings.beta or BETA
             apart = compared(labels.wanted, labels.binned(scores), beta)
             losses = (labels.mass * apart).sum()

@@ -79,7 +79,6 @@ class Mtp(Eagle):
         named = _stack_experts(_rename_tensors(layout, own, shared))
         tensors.clear()
         tensors.update(named)
-        # MiMo joins the state before the embedding.
         first = files.config.get(HIDDEN_FIRST, layout == "mimo")
         return mtp_config(target, hidden_first=bool(first)), None
 

@@ -169,7 +169,6 @@ class EagleTask(heads.HeadTask):
         if self.ids is not None:
             tensors |= vocabulary_tensors(self.ids, config.vocab_size)
         eagle = {
-            # Its ids name layers by their output.
             "eagle_aux_hidden_state_layer_ids": [tap - 1 for tap in config.taps],
             "use_aux_hidden_state": True,
         }

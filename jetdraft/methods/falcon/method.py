@@ -42,7 +42,6 @@ class BlockLevels:
                 path = tree.path(row)
                 drafted = [tree.tokens[above] for above in reversed(path[:-1])]
                 text = [*cache.drafted, *drafted]
-                # The row whose block guesses what follows, or the root.
                 owner = path[min(len(text) % size or size, len(drafted))]
                 places[row] = owner, len(text) % size
                 if not places[row][1]:

@@ -85,7 +85,6 @@ class Falcon(DraftModule):
         `tokens` int64 [b, n, k] and `features` [b, n, k, h] are a row's window, its own
         last; `positions` int64 [b, n]; `mask` [1, 1, n, slots].
         """
-        # In a graph, a quantized embedding takes ids of two axes.
         embedded = self.embed_tokens(tokens.flatten(1)).unflatten(1, tokens.shape[1:])
         joined = torch.cat([embedded, features.to(embedded.dtype)], dim=-1)
         predicted: Tensor = self.stack(self.recurrence(joined), positions, cache, mask)

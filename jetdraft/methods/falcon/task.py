@@ -23,7 +23,6 @@ from jetdraft.train.task import Run, Sums
 from jetdraft.train.teacher import Lesson, shift_rows
 
 GLANCED_SHARE = 0.4  # Of the wrong tokens in the first step; it falls to zero.
-# EAGLE-1's weight of the loss of the tokens, and its noise on features.
 CROSS_ENTROPY, NOISE_WIDTH = 0.1, 0.2
 CHOICE_SHARE = 0.1  # The share of the target's choice in the loss of the tokens.
 

@@ -42,7 +42,6 @@ METHOD = Method(
     _make_proposer,
     ForecastOptions,
     lacks=lacks_probes(NAME, mode=NAME),
-    # It always drafts; "auto" drafts with the same probes where they pay, as `stream`.
     in_auto=lambda options: False,
     trees=True,
     reads_probes=True,

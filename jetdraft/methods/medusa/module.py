@@ -79,7 +79,6 @@ class Medusa(GuessingHeads):
         *("medusa_fc_bias", "max_paths", "topk", "max_seq_len"),
     )
     renames = (
-        # Of Medusa's authors, and of vLLM.
         (r"(?:medusa_head\.)?(\d+)\.(\d+)\.linear\.(weight|bias)", r"blocks.\1.\2.\3"),
         (r"(?:medusa_head\.)?(\d+)\.\d+\.weight", r"lm_heads.\1.weight"),
         (

@@ -95,7 +95,6 @@ class SparsePlan:
     @cached_property
     def steady_state(self) -> list[float]:
         """The share of rounds in each state: the steady state of the chain."""
-        # One of the balance equations follows from the others.
         system = (self.transitions - np.eye(len(self.transitions))).T
         system[-1] = 1.0
         return np.linalg.solve(system, np.eye(len(system))[-1]).tolist()  # type: ignore[no-any-return]

@@ -42,7 +42,6 @@ class RecallProposer(Proposer):
         """Find similar earlier requests, and adapt their responses to this prompt."""
         self._prompt_tokens, self._read = len(prompt), []
         vector = self.similarity.vector(prompt)
-        # An entry that was kept without a similarity table has an empty vector.
         entries = [e for e in self.store.entries if e.vector.shape == vector.shape]
         scored_entries = [(float(e.vector @ vector), e) for e in entries]
         # Among entries of the same cosine the latest stays first, as in the store.

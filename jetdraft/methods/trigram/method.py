@@ -68,7 +68,6 @@ METHOD = Method(
     "a table of the tokens that follow two tokens, learned on the way",
     _make_proposer,
     TrigramOptions,
-    # Without a corpus the table knows little.
     in_auto=lambda options: options.table is not None,
     task="jetdraft.methods.trigram.task:command",
 )

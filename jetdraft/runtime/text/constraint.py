@@ -298,9 +298,6 @@ class Matcher:
         return ConstraintError(fact, self._constraint.field)
 
 
-# --- thoughts before the answer -------------------------------------------------------
-
-
 class Place:
     """A place in a text: the tokens `forced` next, and where the `answer` begins.
 

@@ -174,9 +174,6 @@ def overlap(text: str, stop: str) -> int:
     return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
 
 
-# --- thoughts -------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Thinking:
     """The marks of a model's thoughts: a thought stands between `begin` and `end`.

@@ -392,8 +392,6 @@ def _texts(schema: Schema) -> list[str]:
     return found if is_all else []
 
 
-# --- grammars of calls ----------------------------------------------------------------
-
 # Values in Gemma's notation.
 _VALUE_RULES = [
     'value: quoted | NUMBER | "true" | "false" | "null" | object | array',
