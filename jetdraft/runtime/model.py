@@ -427,8 +427,8 @@ class Model:
     def check_prefix_support(self) -> None:
         """Raise `OptionError` for an encoder-decoder, or a model of embeddings."""
         if self.bundle.start_token_ids or self.bundle.embedding is not None:
-            fact = "no prefix of an encoder-decoder, or of a model that embeds, can be "
-            fact += "kept; give the whole text each time"
+            fact = "no prefix can be kept of an encoder-decoder, or of a model that "
+            fact += "embeds; give the whole text each time"
             raise OptionError(fact, "prefix")
 
     def measure_again(self) -> None:
