@@ -35,7 +35,7 @@ params = xllamacpp.CommonParams()
 params.model.path, slots, params.port = sys.argv[1], int(sys.argv[2]), 8099
 params.n_parallel, params.n_ctx = slots, slots * int(sys.argv[3])
 params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 2
-print("at", xllamacpp.Server(params).listening_address, flush=True)
+print("at", (server := xllamacpp.Server(params)).listening_address, flush=True)
 time.sleep(1e6)
 """
 
