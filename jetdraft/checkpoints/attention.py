@@ -337,7 +337,6 @@ ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, compute_experts)
 
 SOURCE_ATTENTION = "jetdraft-source"
 Attention = Callable[[Any, Tensor, Tensor, Tensor], Tensor]
-# The keys and values [1, heads, slots, head_dim] of each layer.
 KeysAndValues = list[tuple[Tensor, Tensor]]
 
 

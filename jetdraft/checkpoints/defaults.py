@@ -95,7 +95,6 @@ SOURCE_FIELDS = (
     Rule("decoder_start_token_id forced_bos_token_id", HONOURED,
         "a text begins with them"),
 )
-# Rules for speech models; they override the rules above.
 SPEECH_FIELDS = (
     Rule("no_timestamps_token_id lang_to_id task_to_id suppress_tokens "
         "begin_suppress_tokens max_initial_timestamp_index", HONOURED,

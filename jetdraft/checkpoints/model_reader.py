@@ -118,7 +118,6 @@ def check_exportable(source: str) -> None:
     fields = text.to_dict()
     if isinstance(of_dbrx := fields.get("ffn_config"), dict):
         fields = of_dbrx | fields
-    # Some configs compute the types of their layers.
     check_kinds(
         source,
         lambda name: fields[name] if name in fields else getattr(text, name, None),

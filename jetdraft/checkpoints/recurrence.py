@@ -187,7 +187,6 @@ def linear_attention(
     return answers, present[None], after
 
 
-# The functions that keep a state, by their names in transformers' modules.
 SEAMS: dict[str, Callable[..., Any]] = {
     "causal_conv1d_fn": convolve,
     "torch_chunk_gated_delta_rule": delta_rule,

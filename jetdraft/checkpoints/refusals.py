@@ -206,7 +206,6 @@ def check_kinds(source: str, field: Callable[[str], Any]) -> None:
         )
 
 
-# A stack of layers, a layer's number, and a weight in it.
 _LAYER_PATTERN = re.compile(r"((?:.*?\.)?(?:layers?|blocks?|h))\.(\d+)\.(.*)")
 # Marks an MTP module, numbered as the layer behind the last; only --head reads it.
 _MTP_WEIGHT = "eh_proj."

@@ -221,7 +221,6 @@ class StreamedModel(ProbedModel):
         self.lora_id = ""
         for module in model.modules() if self.settings.mode == LOSSLESS else ():
             if isinstance(module, LoraLayer):
-                # The first factor narrows the input to the rank.
                 module.lora_A[_ADAPTER].register_forward_hook(self._mask_lora)
 
     @property

@@ -306,7 +306,6 @@ def _graph_lines(name: str, entry: GraphEntry) -> Iterator[str]:
     for side, specs in (("inputs", contract.inputs), ("outputs", contract.outputs)):
         yield f"  {side}"
         for spec in specs:
-            # The buffers of layer 0 stand for the buffers of all layers.
             if spec.name.endswith(".0") or "." not in spec.name:
                 axes = " x ".join(map(str, spec.shape))
                 yield f"    {spec.name:22} {spec.dtype:8} {axes}"

@@ -37,7 +37,6 @@ class Command(click.Command):
         for param in self.get_params(ctx):
             record = param.get_help_record(ctx)
             if record is not None and isinstance(param, click.Option):
-                # Only click's own --help has no group.
                 groups[getattr(param, "group", "output")].append(record)
         for name, records in groups.items():
             if records:

@@ -118,7 +118,6 @@ class ProgressBars:
 
     def __call__(self, stage: str, done: int, total: int) -> None:
         if not sys.stderr.isatty():
-            # Of a single step, "0 of 1" would say nothing.
             state = "" if total == 1 else f", {done} of {total}"
             self._stage = stage
             self._line = f"{stage}{', done' if done >= total else state}"

@@ -16,14 +16,9 @@ from jetdraft.runtime.passes.opener import LoadOptions
 @click.command("embed", cls=Command)
 @flags.bundle_argument
 @option(
-    "prompt",
-    "-p",
-    "--prompt",
-    "texts",
-    multiple=True,
-    required=True,
+    *("prompt", "-p", "--prompt", "texts"), multiple=True, required=True,
     help="A text; give the option again for each further text.",
-)
+)  # fmt: skip
 @option(
     "prompt",
     "--prompt-name",
@@ -31,9 +26,7 @@ from jetdraft.runtime.passes.opener import LoadOptions
     "default: the prompt that the checkpoint names, or none.",
 )
 @option(
-    "output",
-    "-o",
-    "--output",
+    *("output", "-o", "--output"),
     type=flags.PATH,
     callback=lambda _context, _param, value: flags.check_new_file(value),
     help="Write a .npy file, float32 [texts, width]; default: print a line of JSON for "

@@ -42,7 +42,6 @@ class _OptimumExports(Verbs):
             params=[*others, click.Argument(["output"], type=output.type)],
             callback=command.callback,
             help=f"{command.help}\n\nOUTPUT is the bundle folder to write.",
-            # Usage lines of optimum promise -h.
             context_settings={"help_option_names": ["-h", "--help"]},
         )
 

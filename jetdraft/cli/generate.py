@@ -14,7 +14,6 @@ from jetdraft.runtime.piece import Piece
 from jetdraft.runtime.planning.options import GenerateOptions
 from jetdraft.runtime.text.template import user_message
 
-# Fields of a `Result` that --json prints.
 RESULT_FIELDS = ("text", "token_ids", "from_draft", "prompt_tokens", "finish_reason")
 # Fields of `GenerateOptions` that end a text.
 ENDING = ("max_new_tokens", "stop", "ignore_eos")

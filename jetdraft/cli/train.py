@@ -6,7 +6,6 @@ from jetdraft.cli.command import LazyGroup
 from jetdraft.errors import importing
 from jetdraft.runtime.planning.registry import load_object, methods
 
-# Summaries of the commands in `cli/trainings.py`, which belong to no method.
 TRAININGS = {
     "acceptance": "when the drafter should stop, for stopping=learned",
     "use": "the wrong drafts that serve --learn has kept",

@@ -65,7 +65,6 @@ class Idle:
             (self._must_wait.set if self._users else self._must_wait.clear)()
 
     def _must_stop(self) -> bool:
-        # The interpreter waits for threads before it ends.
         return self._must_wait.is_set() or not main_thread().is_alive()
 
     def _run_steps(self) -> None:

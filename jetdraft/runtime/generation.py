@@ -109,7 +109,6 @@ class Generation:
         )
         self.prompt, self._source = prompt, source
         self.pieces: list[Piece] = []
-        # Tokens of the last round that are not proven yet.
         self._carried: list[int] = []
         self._target: Target = parts.target
 

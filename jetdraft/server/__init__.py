@@ -45,7 +45,6 @@ class Limits:
         check_bounds(self)
 
 
-# OpenAI's types and codes of errors, by HTTP status.
 ERRORS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 ERROR_CODES = {429: "rate_limit_exceeded"}
 MAX_MESSAGE_CHARS = 1000  # The most characters of an error's message.

@@ -97,7 +97,6 @@ class Service:
         self._admission, self._model = Admission(api_key), pool.models[0]
         parts = self._model.parts
         whole = json.dumps([__version__, parts.profiles.machine], sort_keys=True)
-        # OpenAI's system_fingerprint, of version, bundle and machine.
         self._fingerprint = f"fp_{hashlib.sha256(whole.encode()).hexdigest()[:12]}"
         folder = None
         if prefixes is not None:

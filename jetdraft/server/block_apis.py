@@ -226,7 +226,6 @@ def _error(error: Json, status: int) -> Json:
 MESSAGES = block_dialect(_read_messages, _message, _message_events, _named, _error)
 
 
-# The fields of a request that an answer repeats, with their defaults.
 _REPEATED: Json = {
     **{"instructions": None, "max_output_tokens": None, "metadata": {}, "top_p": 1.0},
     **{"parallel_tool_calls": True, "tools": [], "tool_choice": "auto", "user": None},

@@ -354,7 +354,6 @@ class PrefixFolder:
 
     def _longest(self, model: Model, prompt: Sequence[int]) -> tuple[int, Path | None]:
         """How many rows of a prompt a file has, and the file that has the most."""
-        # Recurrent states are of all rows of a file.
         whole, ids = bool(model.parts.target.cache.states), np.asarray(prompt, np.int64)
         best: tuple[int, Path | None] = 0, None
         with self._lock:

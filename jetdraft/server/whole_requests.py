@@ -24,7 +24,6 @@ FORMATS = ("json", "text", "verbose_json", "srt", "vtt")  # Values of response_f
 # Fields of a form that are read: texts, and numbers with their types.
 FIELDS = ("file", "model", "language", "response_format", "timestamp_granularities[]")
 NUMBER_FIELDS = {"temperature": float, "seed": int, "num_draft_tokens": int}
-# Fields of OpenAI that would change the answer, and are not supported.
 REFUSED_FIELDS = ("prompt", "include[]", "chunking_strategy")
 MAX_FIELD_CHARS = 1000  # The most characters of a field that is not a file.
 MAX_PARTS, MAX_HEAD_BYTES = 32, 4096  # Fields; bytes of a field's headers.

@@ -162,7 +162,6 @@ class DraftCache:
     def review(self, context: Tokens, guess: Sequence[int]) -> Answer:
         """Run a chain of guesses after `context`; the answer for its root and them."""
         self._drop_differing(context)
-        # A prompt is read without the logits of all its rows.
         widest = min(WIDEST, self.graph.contract.max_width)
         if len(context) + len(guess) - len(self.tokens) > widest:
             self.follow(context[:-1])

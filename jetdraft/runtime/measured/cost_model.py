@@ -289,7 +289,6 @@ class Profit:
         if not self._plain_ms or not round_.seconds:
             return 0
         plain_ms = median_low(self._plain_ms)
-        # A stall says nothing of the plan.
         spent_ms = min(1e3 * round_.seconds, 2 * plain_ms * (1 + round_.drafted))
         gain_ms = (1 + round_.accepted) * plain_ms - spent_ms
         if is_vain:

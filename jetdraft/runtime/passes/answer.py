@@ -119,7 +119,6 @@ def answer_of(
     more: dict[str, Any] = {name: tensors[name].array[0] for name in optional}
     answer = replace(_answer_from(tensors, ""), **more)
     if contract.draft_vocab:
-        # The columns of its logits are not token ids.
         answer = replace(answer, _logits=answer.candidate_logits, _source=None)
     if not probes.total:
         return answer

@@ -335,7 +335,6 @@ class SourceBuffers:
         array = np.asarray(material, self._input.dtype)
         if np.array_equal(array, self._material):
             return False
-        # For the case that the pass fails.
         self._material, self.tokens = np.zeros(0), []
         with self._memory.exclusive_use():
             start = time.perf_counter()

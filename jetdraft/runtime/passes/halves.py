@@ -145,7 +145,6 @@ class LeadingHalf:
         self.contract = whole.contract
         buffers, lower = whole.cache.buffers, sessions.contract.lower
         below = {spec.name: buffers[spec.name] for spec in lower.buffers("past")}
-        # The upper half counts its layers from 0.
         first, above = len(lower.kv_shapes), {}
         for name in buffers.keys() - below.keys():
             kind, layer = name.split(".")

@@ -243,7 +243,6 @@ class AdaptiveController:
         Where a commit ends at a gap, a row off the first path runs again: it is worth
         a token less the cost of a row.
         """
-        # A round without a draft commits one token.
         plain_ms, widest_ms = self.curve.pass_ms(1), self.curve.pass_ms(WIDEST)
         row_tokens = (widest_ms - plain_ms) / (WIDEST - 1) / plain_ms
         worth = 1.0 - row_tokens if self.ends_at_gap else 1.0

@@ -119,7 +119,6 @@ class Chooser:
             passes = scaled >= scaled[:, :1] + np.log(sampling.min_p)
             count = np.count_nonzero(passes, axis=1)
             least = np.minimum(least, count)
-            # If every candidate passes, other tokens may pass too.
             most = np.where(count < candidates, np.minimum(most, count), most)
         return np.where(least == most, least, _OPEN)
 

@@ -207,7 +207,6 @@ class Transcription:
         ending = replace(self._options.ending, max_seconds=self._seconds_left)
         start, wanted = self._parts.bundle.start_token_ids, self._wanted
         ids = self._speech.prompt(start, self.language, wanted.task, wanted.timestamps)
-        # The words come before the ends of text.
         end = min(self._ends, default=self._speech.no_timestamps)
         rules = SpeechRules(self._speech, len(ids), end, wanted.timestamps)
         options = replace(self._options, ending=ending)

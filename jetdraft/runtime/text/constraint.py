@@ -177,7 +177,6 @@ class Matcher:
             reply, _ = pipe.receive_reply(COMPILE_SECONDS, self._must_end)
         except EndedError as error:
             raise ConstraintError(costly, field) from error
-        # llguidance's own limits, by the names of its settings.
         if reply and "limits." in reply["error"]:
             raise ConstraintError(costly, field)
         if reply:

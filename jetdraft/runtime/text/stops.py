@@ -210,9 +210,7 @@ _HIDDEN = (_TURN, _FINAL, "<|channel|>commentary<|message|>", "<|end|>")
 # By the text in a template that tells the kind.
 _THINKING = {
     "<|channel|>analysis": Thinking(  # harmony of gpt-oss
-        *("<|channel|>analysis<|message|>", "<|end|>"),
-        rest=_TURN + _FINAL,
-        hidden=_HIDDEN,
+        *("<|channel|>analysis<|message|>", "<|end|>", "", _TURN + _FINAL, _HIDDEN),
         always=True,
     ),
     "<|channel>thought": Thinking("<|channel>thought\n", "<channel|>"),  # Gemma 4

@@ -311,7 +311,6 @@ class Tools:
         return len(text) - (overlap(text, begin) if begin else 0)
 
 
-# What the readers below raise for a text that is no call.
 _BROKEN = (
     *(ValueError, TypeError, KeyError, RecursionError, StopIteration, SyntaxError),
     *(MemoryError, AttributeError),

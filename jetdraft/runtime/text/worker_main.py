@@ -181,7 +181,6 @@ def compile_constraint(
     caret_lines = (line for line in lines[1:] if line and not line.strip(" ^"))
     caret = next(caret_lines, None)
     if kind == "regex" and caret is not None:
-        # The library indents the expression by four spaces.
         raise RefusalError(f"character {caret.index('^') - 3}: {_error_line(problem)}")
     raise RefusalError(lines[0].rstrip(":").removeprefix("at "))
 

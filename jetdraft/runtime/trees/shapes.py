@@ -151,7 +151,6 @@ class Static(Shape):
 
     def grow(self, tree: Tree, answers: Mapping[int, Distribution]) -> list[int]:
         if 0 in answers:
-            # Maps each row of the tree to its number in the list.
             self._numbers = {0: 0}
         level = []
         for row, q in answers.items():
