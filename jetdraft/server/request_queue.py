@@ -292,7 +292,7 @@ async def _wait_for_disconnect(receive: Receive) -> None:
 
 
 class PrefixFolder:
-    """Keeps rows of beginnings that prompts share, in files of at most `most_bytes`.
+    """Saves the rows that two prompts begin with, in files of at most `most_bytes`.
 
     A prompt that continues an earlier prompt, as a conversation does, shares nothing
     new: its rows are in the buffers. `name` stands for bundle and machine. The files

@@ -130,7 +130,7 @@ class Curve:
             recent = self._recent.setdefault(method, deque(maxlen=RECENT_ROUNDS))
             if self._is_idle(method):
                 recent.clear()
-            # A time of 0 was never taken, and a price that fell is a hope.
+            # Nobody measured a price of 0, or a price that fell.
             if method not in self._last_used and self.drafts[method]:
                 recent.append(self.drafts[method])
             self._last_used[method] = self._rounds

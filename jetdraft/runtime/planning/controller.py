@@ -25,7 +25,7 @@ class Assignment:
 NO_DRAFT = Assignment(None, 0)
 # How many times the value of a simpler plan, which has more evidence, a plan needs.
 MARGIN = 1.02
-LEARNING_ROUNDS = 8  # One round of these is learned from, while none is planned.
+LEARNING_ROUNDS = 8  # The controller learns from each eighth round without a plan.
 NEGLIGIBLE = 0.01  # Less likely tokens are not planned.
 MAX_SIBLINGS = 3  # Children of a planned row beside its first child.
 
@@ -276,7 +276,7 @@ class AdaptiveController:
         else:
             self.profit.add_plain(round_)
             if self._rest_rounds % LEARNING_ROUNDS:
-                return  # to learn of each takes a hundredth of a short pass
+                return  # learning takes a hundredth of a short pass
         self.curve.learn(round_)
         for name, acceptance in self.acceptance.items():
             if name == round_.method and round_.drafted:
