@@ -82,6 +82,11 @@ class ModelRequest:
         return 1
 
     @property
+    def beginning(self) -> str:
+        """A text with which later requests begin if they continue this request."""
+        return ""
+
+    @property
     def max_seconds(self) -> float:
         """The most seconds that the results may take, infinite without a limit."""
         return float(self.options.get("max_seconds", inf))
@@ -162,6 +167,10 @@ class GenerationRequest(ModelRequest):
     @property
     def count(self) -> int:
         return self.n * max(1, len(self.prompts))
+
+    @property
+    def beginning(self) -> str:
+        return json.dumps([*self.prompts[:1], *self.messages]).rstrip('"]')
 
     def streams(self, model: Model) -> Iterator[Stream]:
         """Start the texts in turn: i has the seed plus i, all share `max_seconds`."""

@@ -48,9 +48,9 @@ class RequestQueue:
 
     At most `max_waiting` requests wait, each for at most `max_wait` seconds. `jobs` are
     the unfinished jobs, `total` adds up the stats of all generations, and `threads` run
-    the generations. A queue belongs to one event loop. A client gets the free model
-    that it had last, whose buffers may hold its conversation, or else the model that
-    has been free for longest.
+    the generations. A queue belongs to one event loop. A request that continues the
+    last request of a free model gets this model, whose buffers may hold the
+    conversation; any other gets the model that has been free for longest.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class RequestQueue:
         self.threads = ThreadPoolExecutor(len(self.models), "jetdraft-serve")
         self.total = Stats("", exact=True, prompt_tokens=0)
         self._free = list(models)
-        self._last_clients: dict[int, str] = {}  # by id
+        self._last_texts: dict[int, str] = {}  # by the id of a model
         self._waiting: dict[str, deque[asyncio.Future[Model]]] = {}
         self.jobs: set[Job] = set()
 
@@ -89,20 +89,20 @@ class RequestQueue:
             job.end()
 
     @asynccontextmanager
-    async def acquire_model(self, client: str) -> AsyncIterator[Model]:
+    async def acquire_model(self, client: str, text: str) -> AsyncIterator[Model]:
         """Wait for a free model and yield it; other requests get it after the block.
 
-        `client` names who takes turns. Raises `RequestError`, with status 429 if too
-        many requests wait, and with 503 after `max_wait` seconds.
+        `client` names who takes turns, and `text` continues what it begins with. Raises
+        `RequestError`, with status 429 if too many requests wait, and with 503 after
+        `max_wait` seconds.
         """
         if self._free:
-            recent, last = self._free[::-1], self._last_clients
-            own = (model for model in recent if last.get(id(model)) == client)
-            model = next(own, self._free[0])
-            self._free.remove(model)
+            last = [self._last_texts.get(id(model), "") for model in self._free]
+            continued = [len(t) if text.startswith(t) else 0 for t in last]
+            model = self._free.pop(continued.index(max(continued)))
         else:
             model = await self._wait_for_turn(client)
-        self._last_clients[id(model)] = client
+        self._last_texts[id(model)] = text
         try:
             yield model
         finally:
@@ -230,7 +230,8 @@ class Job:
     async def _run(self) -> None:
         """Wait for a model and generate; an error goes to the readers of `next`."""
         try:
-            async with self._queue.acquire_model(self._client) as model:
+            given = self._client, self._request.beginning
+            async with self._queue.acquire_model(*given) as model:
                 self._model = model
                 self.deadline = time.monotonic() + self._request.max_seconds
                 try:

@@ -326,8 +326,8 @@ def story(body):
     return test
 
 
-async def take(queue, client, log, name=None, hold=None):
-    async with queue.acquire_model(client) as model:
+async def take(queue, client, log, name=None, hold=None, text=""):
+    async with queue.acquire_model(client, text) as model:
         log.append(name or client)
         await (hold.wait() if hold else asyncio.sleep(0))
         return model
@@ -430,7 +430,7 @@ async def test_a_model_given_to_who_just_left_goes_on():
 
 
 class Windows:
-    max_seconds, count = 30.0, 1
+    max_seconds, count, beginning = 30.0, 1, ""
 
     def __init__(self):
         self.started, self.cancelled = threading.Event(), threading.Event()
@@ -504,13 +504,14 @@ def test_an_end_of_the_process_is_no_answer():
 
 
 @story
-async def test_a_client_gets_the_model_that_it_had():
-    queue, log = RequestQueue(["m", "n"], 9, 30.0), []
-    had = [await take(queue, client, log) for client in "xyyxyxzzx"]
-    assert had == ["m", "n", "n", "m", "n", "m", "n", "n", "m"]
-    both = await start(*(take(queue, "z", log, hold=asyncio.Event()) for _ in "mn"))
-    both[0].cancel()
-    await asyncio.sleep(0)
-    both[1].cancel()
-    await asyncio.gather(*both, return_exceptions=True)
-    assert await take(queue, "z", log) == "m", "its last model"
+async def test_a_request_gets_the_model_whose_last_request_it_continues():
+    queue, log = RequestQueue(["m", "n", "o"], 9, 30.0), []
+    texts = ["be brief. hi", "be brief. yes", "be brief. hi. so", "be kind", "be"]
+    had = [await take(queue, "x", log, text=text) for text in texts]
+    # The third continues the first; others get what has been free for longest.
+    assert had == ["m", "n", "m", "o", "n"]
+    hold = asyncio.Event()
+    taken = await start(take(queue, "x", log, text="be kind. now", hold=hold))
+    assert await take(queue, "x", log, text="be kind. then") == "m", "o is not free"
+    hold.set()
+    assert await taken[0] == "o"
