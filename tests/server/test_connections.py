@@ -506,7 +506,7 @@ def test_an_end_of_the_process_is_no_answer():
 @story
 async def test_a_request_gets_the_model_whose_last_request_it_continues():
     queue, log = RequestQueue(["m", "n", "o"], 9, 30.0), []
-    texts = ["be brief. hi", "be brief. yes", "be brief. hi. so", "be kind", "be"]
+    texts = ["be brief. hi", "be brief. yes", "be brief. hi. so", "be kind", "do"]
     had = [await take(queue, "x", log, text=text) for text in texts]
     # The third continues the first; others get what has been free for longest.
     assert had == ["m", "n", "m", "o", "n"]
