@@ -9,6 +9,7 @@ from typing import Any
 
 from jetdraft.bundle import DRAFTER, FLAVOURS, TARGET, Bundle
 from jetdraft.contracts.constants import CAPACITY, MAX_WIDTH
+from jetdraft.devices.cost_model import gguf_recipe
 from jetdraft.devices.device import Device
 from jetdraft.devices.plan import Question, does_not_fit_error, plan
 from jetdraft.devices.providers import AUTO, PROVIDERS, fastest_provider, provider_named
@@ -165,7 +166,9 @@ class ExportRequest:
         kernel = self.kernel or (best if self.block_size is None else KERNELS[1])
         if self.limited and kernel == KERNELS[1]:
             recipe = Recipe.parse(CALIBRATED_DEFAULT)
-        elif self.device is not None and not self.fast:
+        elif self.device is not None and not (
+            self.fast or gguf_recipe(Path(self.target))
+        ):
             recipe = Recipe.parse(Device.named(self.device).recipe)
         elif self.limited or self.fast or self.block_size is not None:
             recipe = Recipe.parse(FAST_DEFAULTS[kernel])
@@ -244,17 +247,16 @@ def _check_fits(request: ExportRequest) -> None:
     assert request.device is not None
     folders = [Path(source) for source in (request.target, request.drafter) if source]
     for folder in folders:
-        if not folder.is_dir():
-            fix = "leave --device out" if folder.is_file() else "download it first"
+        if not folder.exists():
             raise OptionError(
-                f"--device reads the config in a folder, and {folder} is not a folder; "
-                f"{fix}"
+                f"--device reads a folder or a GGUF file, and {folder} is not there; "
+                "download it first"
             )
     question = Question(
         folders[0],
         request.device,
         folders[1] if request.drafter else None,
-        (request.recipe or Recipe()).scheme,
+        request.recipe and request.recipe.scheme,
         request.capacity,
         provider=request.provider,
     )
