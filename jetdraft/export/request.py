@@ -256,7 +256,7 @@ def _check_fits(request: ExportRequest) -> None:
         folders[0],
         request.device,
         folders[1] if request.drafter else None,
-        request.recipe and request.recipe.scheme,
+        request.recipe.scheme if request.recipe else None,
         request.capacity,
         provider=request.provider,
     )
