@@ -27,15 +27,15 @@ from jetdraft.recipe import (
 )
 from jetdraft.staging import check_output
 
+# The block size of a drafter's recipe that names none.
 _DRAFTER_BLOCK_SIZE = 32
-"""The block size of a drafter's recipe that names none."""
 
 
+# Fields in each section of help.
 _checkpoint, _quantization, _drafting, _device, _runtime = (
     partial(declared, group)
     for group in ("checkpoint", "quantization", "drafting", "device", "runtime")
 )
-"""Fields in each section of help."""
 
 
 @dataclass(frozen=True)
@@ -220,11 +220,11 @@ def export(request: ExportRequest) -> Bundle:
     return bundle
 
 
+# The fields that are `ExportOptions` as they are.
 _COPIED_FIELDS = (
     *("dtype", "capacity", "flavour", "kernel", "adapter_scale", "provider"),
     *("drafter_provider", "fast", "draft_vocab", "select_kv"),
 )
-"""The fields that are `ExportOptions` as they are."""
 
 
 def _refuse_measuring(options: Any) -> None:
