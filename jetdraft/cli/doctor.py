@@ -89,10 +89,10 @@ def _print_profile(device: Device, as_json: bool) -> None:
     click.echo(f"{device.title} ({device.name})")
     click.echo(f"memory         {device.memory_gb:.0f} GB")
     if device.compute_capability:
-        click.echo(
-            f"gpu            sm {device.compute_capability}, {device.cuda_cores} cores "
-            f"in {device.multiprocessors} multiprocessors"
+        line = (
+            f"gpu            sm {device.compute_capability}, {device.cuda_cores} cores"
         )
+        click.echo(f"{line} in {device.multiprocessors} multiprocessors")
     click.echo(f"quantizations  {', '.join(device.quantizations)}")
     click.echo(f"recipe         {device.recipe} ({device.recipe_evidence})")
     for mode in device.power_modes:

@@ -15,7 +15,7 @@ from jetdraft.contracts.constants import EXPERTS, WIDEST
 from jetdraft.devices.device import PowerMode
 from jetdraft.errors import CheckpointError, UnsupportedModelError, importing
 from jetdraft.manifest import MANIFEST
-from jetdraft.parsing import read_json_file
+from jetdraft.parsing import JsonError, read_json_file
 from jetdraft.recipe import GRIDS, HEAD, SYMMETRIC, Recipe
 
 CONFIG = "config.json"
@@ -115,22 +115,19 @@ class Dimensions(LayerCounts):
                 "the config.json that it was exported from"
             )
         try:
-            config = None if _is_gguf(file) else read_json_file(file)
+            return cls.of(
+                _read_gguf(file)[0] if _is_gguf(file) else read_json_file(file)
+            )
         except OSError as error:
-            raise CheckpointError(
-                f"cannot read {file} ({error.strerror}); give a config.json"
-            ) from error
-        except ValueError as error:
-            raise CheckpointError(
-                f"{file} is not JSON ({error}); give a config.json"
-            ) from error
-        try:
-            return cls.of(_read_gguf(file)[0] if config is None else config)
+            fact = f"cannot read {file} ({error.strerror}); give a config.json"
+            raise CheckpointError(fact) from error
+        except JsonError as error:
+            fact = f"{file} is not JSON ({error}); give a config.json"
+            raise CheckpointError(fact) from error
         except (LookupError, ArithmeticError, *_MALFORMED) as error:
-            raise CheckpointError(
-                f"{file} does not describe a decoder; give the config.json or the GGUF "
-                "file of a causal language model"
-            ) from error
+            fact = f"{file} does not describe a decoder"
+            fix = "give the config.json or the GGUF file of a causal language model"
+            raise CheckpointError(f"{fact}; {fix}") from error
 
     @classmethod
     def of(cls, config: dict[str, Any]) -> "Dimensions":

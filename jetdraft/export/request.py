@@ -248,10 +248,8 @@ def _check_fits(request: ExportRequest) -> None:
     folders = [Path(source) for source in (request.target, request.drafter) if source]
     for folder in folders:
         if not folder.exists():
-            raise OptionError(
-                f"--device reads a folder or a GGUF file, and {folder} is not there; "
-                "download it first"
-            )
+            fact = f"--device reads a folder or a GGUF file, and {folder} is not there"
+            raise OptionError(f"{fact}; download it first")
     question = Question(
         folders[0],
         request.device,
