@@ -380,7 +380,7 @@ def _is_gguf(file: Path) -> bool:
 def _read_gguf(file: Path) -> tuple[dict[str, Any], str | None]:
     """A GGUF file's sizes as a config, and its types' recipe, or None.
 
-    The types are those of most matrices and of the LM head.
+    The recipe has the types of most matrices and of the LM head.
     """
     with importing("reading a GGUF file", "export"):
         from gguf import GGUFReader
