@@ -147,7 +147,7 @@ class Rule:
     """A condition in an `Annotated` type; `words` say it in an error."""
 
     words: str
-    holds: Callable[[Any], bool]
+    holds: Callable[[Any], bool] = dataclasses.field(repr=False)
 
 
 def in_range(least: float, most: float) -> Rule:

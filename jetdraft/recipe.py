@@ -13,29 +13,24 @@ GRIDS = {"q4_0": 4.5, "q4_1": 5, "q5_0": 5.5, "q5_1": 6, "q8_0": 8.5}
 GRIDS |= {"q4_k": 4.625, "q5_k": 5.625, "q6_k": 6.5625}
 """llama.cpp's types, which `jetdraft.native` multiplies: bits per weight in all."""
 
+# Bits per weight of each scheme.
 BITS = {"int2": 2, "int4": 4, "int8": 8} | {g: int(g[1]) for g in GRIDS}
-"""Bits per weight of each scheme."""
+# Whose operators multiply quantized matrices; jetdraft has them for the CPU.
 KERNELS = ("jetdraft", "onnxruntime")
-"""Whose operators multiply quantized matrices; jetdraft has them for the CPU."""
-
 SCHEMES = (*BITS, "none")
 BLOCK_SIZES = (16, 32, 64, 128)
 KV_SCHEMES = ("int8",)
+# What a recipe may have; the first algorithm is the default.
 ALGORITHMS = ("rtn", "k_quant", "hqq", "gptq")
-"""What a recipe may have; the first algorithm is the default."""
-
+# Algorithms that need the second moments of what enters each matrix over a text.
 CALIBRATED = ("gptq",)
-"""Algorithms that need the second moments of what enters each matrix over a text."""
-
+# Algorithms that store no zeros; TensorRT reads only these.
 SYMMETRIC = ("rtn", "gptq")
-"""Algorithms that store no zeros; TensorRT reads only these."""
-
+# The fastest block size on a CPU; docs/log/quantization.md has the figures.
 DEFAULT_BLOCK_SIZE = 128
-"""The fastest block size on a CPU; docs/log/quantization.md has the figures."""
-
+# The default recipe with a limit of bytes or KL; see docs/quantization.md.
 CALIBRATED_DEFAULT = "int4-gptq-b128-head8"
-"""The default recipe with a limit of bytes or KL; see docs/quantization.md."""
-
+# What an export tries for each kernel, the cheapest first, the last unmeasured.
 RUNGS = {
     "jetdraft": ("q4_k-headq6_k", "q5_k-headq6_k", "q6_k", "q8_0"),
     "onnxruntime": (
@@ -43,27 +38,21 @@ RUNGS = {
         *("int8-rtn-b64", "int8-rtn-b32"),
     ),
 }
-"""What an export tries for each kernel, the cheapest first, the last unmeasured."""
-
+# The recipe of an unmeasured export; it ruins small models (docs/quantization.md).
 FAST_DEFAULTS = {"jetdraft": "q4_k-headq6_k", "onnxruntime": "int4-rtn-b32-head8"}
-"""The recipe of an unmeasured export; it ruins small models (docs/quantization.md)."""
-
+# 4 is int8 activations; at other levels the CPU kernel unpacks matrices each pass.
 ACCURACY_LEVEL = 4
-"""4 is int8 activations; at other levels the CPU kernel unpacks matrices each pass."""
-
 RAISED = {"int2": "int4", "int4": "int8", "q4_0": "q5_0", "q4_1": "q5_1"}
 RAISED |= {"q4_k": "q5_k", "q5_k": "q6_k"}
 RAISED |= dict.fromkeys(("q5_0", "q5_1", "q6_k"), "q8_0")
 """The scheme with more bits that the layers in `Recipe.raised` have."""
 
+# The types in place of types with super-blocks of 256, which the rows do not fill.
 NARROW_GRIDS = {"q4_k": "q4_1", "q5_k": "q5_1", "q6_k": "q8_0"}
-"""The types in place of types with super-blocks of 256, which the rows do not fill."""
-
+# A part of a model with one scheme: the number of a decoder layer, or `HEAD`.
 Unit = str
-"""A part of a model with one scheme: the number of a decoder layer, or `HEAD`."""
-
+# The unit of the LM head, and of an embedding tied to it.
 HEAD = "head"
-"""The unit of the LM head, and of an embedding tied to it."""
 
 
 def grid_for(scheme: str, rows: int) -> str:

@@ -45,6 +45,7 @@ from tests.server.serving import started
 TRAINED = "stream ppd forecast draft block dflash eagle kangaroo glide falcon chimera"
 MADE = "prompted forecasting with-falcon with-chimera with-glide with-adapter flan"
 MADE += " long with-block with-head streams"
+# How commands begin that are held against the real parser but not run, and why.
 ONLY_PARSED = {
     **{f"jetdraft train {n}": "takes minutes; tests/train" for n in TRAINED.split()},
     **{
@@ -70,11 +71,9 @@ ONLY_PARSED = {
     "python examples/tasks/public.py": "downloads; tests/test_examples.py",
     "python examples/real/recipes.py": "trains for hours; its commands are held below",
 }
-"""How commands begin that are held against the real parser but not run, and why."""
-
+# What no program of ours reads. `pip install` and `scripts/` have tests below.
 OF_THE_SHELL = {"python3 -m venv", "source", "pip wheel", "scp"}
-"""What no program of ours reads. `pip install` and `scripts/` have tests below."""
-
+# How blocks begin that show a picture, a formula, a file or an output.
 NO_COMMAND = {
     BOARD: ["sudo "],  # tests/test_public.py installs by them
     "docs/architecture.md": [
@@ -86,11 +85,9 @@ NO_COMMAND = {
     "docs/streaming.md": ["rows      the root", '{"prompt": '],
     "docs/training.md": ["accelerate launch "],
 }
-"""How blocks begin that show a picture, a formula, a file or an output."""
-
+# Packages that a benchmark compares with; its options need none of them.
 PEERS = ["xllamacpp"]
-"""Packages that a benchmark compares with; its options need none of them."""
-
+# Options in sentences that belong to other programs.
 OTHER_OPTIONS = {
     "--extra-index-url": "pip",
     "--force-reinstall": "pip",
@@ -98,11 +95,9 @@ OTHER_OPTIONS = {
     "--text": "benchmarks/human_eval.py, tools/recipes",
     "--picture": "tools/recipes",
 }
-"""Options in sentences that belong to other programs."""
-
 ROBOT = {"type": "object", "properties": {"go": {"type": "boolean"}}}
+# What the programs of the documents take for granted, beside `model`.
 NAMES = {"jetdraft": jetdraft, "schema": ROBOT, "lark": 'start: "left" | "right"'}
-"""What the programs of the documents take for granted, beside `model`."""
 
 
 @pytest.fixture(scope="module")
@@ -340,8 +335,8 @@ SCRIPT = Path(__file__).parents[1] / "scripts" / "site"
     r"pdoc --output-directory \S+ (.+)", SCRIPT.read_text().replace("\\\n", "")
 )
 MODULES = shlex.split(COMMAND)
+# The one public name that is a package too, with a page of its own.
 EXPORT = "export"
-"""The one public name that is a package too, with a page of its own."""
 
 
 @pytest.fixture(scope="module")

@@ -35,11 +35,11 @@ from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.recipe import Recipe
 
 END_OF_TEXT = "<|endoftext|>"
+# End-of-text, 256 bytes and 31 merges: exactly the tokenizer's size.
 VOCAB_SIZE = 288
-"""End-of-text, 256 bytes and 31 merges: exactly the tokenizer's size."""
-
 WORDS = ("the", "self", "return", "import", "def", "print", "for", "range", "in")
 
+# What most configs of transformers take: 4 heads of 16 over 2 KV heads.
 SIZES: dict[str, Any] = {
     # Larger than transformers' 0.02, so that logits are not flat.
     "initializer_range": 0.2,
@@ -54,7 +54,6 @@ SIZES: dict[str, Any] = {
     "eos_token_id": 0,
     "pad_token_id": None,
 }
-"""What most configs of transformers take: 4 heads of 16 over 2 KV heads."""
 
 
 def llama_config(**changes: Any) -> LlamaConfig:
@@ -81,6 +80,7 @@ _MAMBA = {
     "mamba_expand": 2,
 }  # fmt: skip
 
+# How a config of each family with recurrent states is made.
 HYBRIDS: dict[str, Callable[[], PreTrainedConfig]] = {
     "lfm2": lambda: transformers.Lfm2Config(
         **_THREE, layer_types=["conv", "full_attention", "conv"],
@@ -104,7 +104,6 @@ HYBRIDS: dict[str, Callable[[], PreTrainedConfig]] = {
         mamba_head_dim=16, n_groups=2, ssm_state_size=16, expand=2, head_dim=16,
     ),
 }  # fmt: skip
-"""How a config of each family with recurrent states is made."""
 
 
 _EXPERTS: dict[str, Any] = {
@@ -113,6 +112,7 @@ _EXPERTS: dict[str, Any] = {
 _LOCAL = {**SIZES, "num_hidden_layers": 2, "num_local_experts": 6}
 _SHARED = {**_TWO, **_EXPERTS, "shared_expert_intermediate_size": 80}
 
+# How a config of each family with experts is made, with sizes that all differ.
 MIXTURES: dict[str, Callable[[], PreTrainedConfig]] = {
     "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
         **_TWO, **_EXPERTS, norm_topk_prob=True
@@ -154,8 +154,6 @@ MIXTURES: dict[str, Callable[[], PreTrainedConfig]] = {
         moe_shared_expert_intermediate_size=80, n_group=1, topk_group=1,
     ),
 }  # fmt: skip
-"""How a config of each family with experts is made, with sizes that all differ."""
-
 _KINDS = ["sliding_attention", "full_attention"]
 _OF_LAYERS: dict[str, Any] = {
     **{**SIZES, "num_hidden_layers": 6, "head_dim": 16, "final_logit_softcapping": 1.0},

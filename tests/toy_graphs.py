@@ -24,17 +24,15 @@ from jetdraft.export.derived import make_compaction_graph
 from jetdraft.manifest import GraphEntry
 from jetdraft.testing import toy_bundle
 
+# Numbers of a feature, and of a row in a buffer.
 WIDTH, SIZE = 6, 16
-"""Numbers of a feature, and of a row in a buffer."""
-
 # A head carries what it read, (token, position, ...), plus STEP and its token.
 STEP = 10_000.0
 """More than any feature of the target."""
 
 VOCABULARY, CAPACITY = 384, 192
+# Tokens whose id is a multiple of it are outside of the draft vocabulary.
 LEFT_OUT = 5
-"""Tokens whose id is a multiple of it are outside of the draft vocabulary."""
-
 COMMON = {
     "vocab_size": VOCABULARY, "capacity": CAPACITY, "max_width": 32, "dtype": "float32",
     "kv_shapes": ((1, SIZE),),
@@ -45,20 +43,19 @@ HEAD_CONTRACT = StepContract(
     **COMMON, feature_input=WIDTH, carried_size=WIDTH, draft_vocab=len(IDS)
 )
 _RANDOM = np.random.default_rng(3)
+# The target's logits after each (token + 7 position) mod `VOCABULARY`.
 LOGITS = _RANDOM.normal(size=(VOCABULARY, VOCABULARY)).astype(np.float32) * 2
-"""The target's logits after each (token + 7 position) mod `VOCABULARY`."""
-
+# What the head takes them for: another row for three of ten.
 GUESSES = LOGITS.copy()
-"""What the head takes them for: another row for three of ten."""
 _WRONG = _RANDOM.permutation(VOCABULARY)[: VOCABULARY * 3 // 10]
 GUESSES[_WRONG] = LOGITS[np.roll(_WRONG, 1)]
+# What a head takes them for that has learned nothing.
 NOISE = _RANDOM.normal(size=LOGITS.shape).astype(np.float32) * 2
-"""What a head takes them for that has learned nothing."""
 
 
+# Tokens of a block.
 BLOCK = 5
-"""Tokens of a block."""
-
+# Contracts of drafters that fill a block, by their method.
 METHODS = {
     "dflash": StepContract(
         **COMMON,
@@ -69,7 +66,6 @@ METHODS = {
     ),
     "diffusion": StepContract(**COMMON, guesses=BLOCK, spare_slots=2 * BLOCK),
 }
-"""Contracts of drafters that fill a block, by their method."""
 
 
 def toy_eagle(folder: Path, guesses: np.ndarray = GUESSES) -> Path:
@@ -258,8 +254,8 @@ def _value(spec: TensorSpec) -> onnx.ValueInfoProto:
     )
 
 
+# Constants of a tree graph: the numbers of its slots, and a draft's slots.
 SLOTS, LAST = "draft_mask.slots", "draft_mask.last"
-"""Constants of a tree graph: the numbers of its slots, and a draft's slots."""
 
 
 def resized(bundle: Path, output: Path, capacity: int, max_width: int) -> Path:

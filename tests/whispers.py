@@ -12,9 +12,8 @@ from transformers import (
 
 from tests.tiny import VOCAB_SIZE, tokenizer
 
+# A window of one second.
 SLOTS = 50
-"""A window of one second."""
-
 # Words are 0 to 287; OpenAI's order of special tokens follows.
 END, START = VOCAB_SIZE, VOCAB_SIZE + 1
 LANGUAGES = {"<|en|>": START + 1, "<|de|>": START + 2}

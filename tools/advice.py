@@ -197,10 +197,11 @@ def show(drafters: list[Drafter]) -> None:
         f"a drafter of width {best.hidden_size}, layers: {best.layers}: "
         f"{best.weights / 1e6:.1f} M weights, a draft step {best.draft_ms:.1f} ms"
     )
-    for drafter in drafters:
+    for drafter in sorted(drafters, key=lambda drafter: drafter.tokens):
         click.echo(
-            f"  {drafter.tokens / 1e6:9.0f} M tokens ({drafter.tokens // best.weights} "
-            f"a weight) acceptance {drafter.acceptance:.2f} "
+            f"  {drafter.tokens / 1e9:7.2f} billion tokens "
+            f"({drafter.tokens // best.weights} a weight) "
+            f"acceptance {drafter.acceptance:.2f} "
             f"{drafter.choice.width:3} rows {drafter.choice.tokens_per_second:7.1f} "
             f"tokens/s {drafter.choice.speedup:5.2f}x"
         )

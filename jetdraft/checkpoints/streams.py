@@ -162,9 +162,8 @@ def carrier_values(rows: Tensor, carriers: Tensor) -> Tensor:
 
 SETTINGS = "streams.json"  # The file with the settings of the probes of a checkpoint.
 
+# A file in the folder of a training that has not ended: it is no checkpoint yet.
 UNFINISHED = ".unfinished"
-"""A file in the folder of a training that has not ended: it is no checkpoint yet."""
-
 WEIGHTS = "streams.safetensors"  # The file with the trained weights of the probes.
 SHARED, LOSSLESS = "shared", "lossless"
 MODES = (SHARED, LOSSLESS)

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from jetdraft.cli import flags
+from jetdraft.cli import flags, message_with_flags
 from jetdraft.cli.command import Command, option
 from jetdraft.cli.console import announce_first_run, read_line, stats_line
 from jetdraft.errors import JetdraftError
@@ -81,7 +81,7 @@ def command(
                 if line.strip():
                     act(talk, line)
             except JetdraftError as error:  # it ends no chat
-                click.echo(f"error: {error}", err=True)
+                click.echo(f"error: {message_with_flags(error)}", err=True)
                 failed = True
     return 2 if failed and not sys.stdin.isatty() else 0
 

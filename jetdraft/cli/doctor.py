@@ -72,11 +72,11 @@ def _print_devices(machine: Machine, as_json: bool) -> None:
         click.echo(json.dumps(fields))
         return
     for device in sorted(devices, key=lambda device: device.memory_gb):
-        mode = device.power_mode()
+        mode, gpu = device.power_mode(), device.compute_capability
+        rate = f"{mode.fp16_tflops:6.1f} TFLOPS fp16, sm {gpu}" if gpu else "  CPU"
         click.echo(
-            f"{device.name:14} {device.title:24} sm {device.compute_capability:5}"
-            f"{device.memory_gb:5.0f} GB {mode.bandwidth_gbs:6.1f} GB/s "
-            f"{mode.fp16_tflops:6.1f} TFLOPS fp16"
+            f"{device.name:19}{device.title:26}{device.memory_gb:5.0f} GB "
+            f"{mode.bandwidth_gbs:6.1f} GB/s{rate}"
         )
     board = machine.board or "not a Jetson"
     click.echo(f"this machine: {board}" + (f", {name}" if name else ""))
@@ -88,17 +88,18 @@ def _print_profile(device: Device, as_json: bool) -> None:
         return
     click.echo(f"{device.title} ({device.name})")
     click.echo(f"memory         {device.memory_gb:.0f} GB")
-    click.echo(
-        f"gpu            sm {device.compute_capability}, {device.cuda_cores} cores in "
-        f"{device.multiprocessors} multiprocessors"
-    )
+    if device.compute_capability:
+        line = (
+            f"gpu            sm {device.compute_capability}, {device.cuda_cores} cores"
+        )
+        click.echo(f"{line} in {device.multiprocessors} multiprocessors")
     click.echo(f"quantizations  {', '.join(device.quantizations)}")
     click.echo(f"recipe         {device.recipe} ({device.recipe_evidence})")
     for mode in device.power_modes:
+        gpu = f", {mode.gpu_mhz:.0f} MHz, {mode.fp16_tflops} TFLOPS dense fp16"
         click.echo(
-            f"{mode.name:14} {mode.watts:.0f} W, {mode.bandwidth_gbs} GB/s, "
-            f"{mode.gpu_mhz:.0f} MHz, {mode.fp16_tflops} TFLOPS dense fp16 "
-            f"({mode.source})"
+            f"{mode.name:14} {mode.watts:.0f} W, {mode.bandwidth_gbs} GB/s"
+            f"{gpu if mode.gpu_mhz else ''} ({mode.source})"
         )
     for pack in device.jetpacks:
         click.echo(
@@ -145,9 +146,9 @@ def _check_system(machine: Machine) -> Iterator[Finding]:
     profile = f" ({machine.device.name})" if machine.device else ", without a profile"
     yield Finding("board", machine.board + profile, fix)
     if machine.l4t is None:
-        yield Finding(
-            "driver", "no L4T release file", "flash JetPack 6.2 or 7.2", wrong=True
-        )
+        if "nvidia" in machine.board.lower():
+            fix = "flash JetPack 6.2 or 7.2"
+            yield Finding("driver", "no L4T release file", fix, wrong=True)
         return
     release = f"L4T {machine.l4t}"
     if machine.jetpack is None:

@@ -24,7 +24,8 @@ def command(target: str, output: Path, **options: Any) -> None:
         bundle = export(target, output, **options, progress=bars)
     size = sum(file["bytes"] for file in bundle.files.values())
     names = ", ".join(methods_of(bundle))
-    click.echo(f"{output}: {size / 1e6:.1f} MB, methods {names}", err=True)
+    room = f"{bundle.target.contract.capacity} tokens of context"
+    click.echo(f"{output}: {size / 1e6:.1f} MB, {room}, methods {names}", err=True)
     for name, entry in bundle.graphs.items():
         kl = entry.quantization.get("kl")
         kl_text = f", KL {kl:.2g}" if kl is not None else ""

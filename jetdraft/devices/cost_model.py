@@ -3,16 +3,19 @@
 ms(width) = fixed + bytes read / bandwidth + (width - 1) * operations per row / rate
 """
 
+import statistics
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import astuple, dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from jetdraft.contracts.constants import EXPERTS, WIDEST
 from jetdraft.devices.device import PowerMode
-from jetdraft.errors import CheckpointError, UnsupportedModelError
+from jetdraft.errors import CheckpointError, UnsupportedModelError, importing
 from jetdraft.manifest import MANIFEST
-from jetdraft.parsing import read_json_file
+from jetdraft.parsing import JsonError, read_json_file
 from jetdraft.recipe import GRIDS, HEAD, SYMMETRIC, Recipe
 
 CONFIG = "config.json"
@@ -47,6 +50,18 @@ OPTIONAL = (
     *("hidden_size_per_layer_input", "vocab_size_per_layer_input", "laurel_rank"),
     *("sliding_window", "altup_num_inputs"),
 )
+# Sizes of a config by GGUF's names; windows are left out, which only save reading.
+_GGUF_SIZES = {
+    **{"hidden_size": "embedding_length", "num_hidden_layers": "block_count"},
+    **{"intermediate_size": "feed_forward_length", "num_experts": "expert_count"},
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    **{"head_dim": "attention.key_length", "conv_L_cache": "shortconv.l_cache"},
+    "num_experts_per_tok": "expert_used_count",
+    "moe_intermediate_size": "expert_feed_forward_length",
+    "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
+    **{"ssm_state_size": "ssm.state_size", "kv_lora_rank": "attention.kv_lora_rank"},
+}
 # The families whose queries have a gate beside them, where their config says nothing.
 _GATED = ("qwen3_next", "qwen3_5")
 # The fields that count dense layers before the layers with experts.
@@ -92,7 +107,7 @@ class Dimensions(LayerCounts):
 
     @classmethod
     def read(cls, path: Path) -> "Dimensions":
-        """Read a config.json, or the folder with it; raises `CheckpointError`."""
+        """Read a config.json, its folder, or a GGUF file; raises `CheckpointError`."""
         file = path / CONFIG if path.is_dir() else path
         if (path / MANIFEST).is_file():
             raise CheckpointError(
@@ -100,29 +115,19 @@ class Dimensions(LayerCounts):
                 "the config.json that it was exported from"
             )
         try:
-            with file.open("rb") as opened:
-                is_gguf = opened.read(4) == b"GGUF"
-            config = {} if is_gguf else read_json_file(file)
-        except OSError as error:
-            raise CheckpointError(
-                f"cannot read {file} ({error.strerror}); give a config.json"
-            ) from error
-        except ValueError as error:
-            raise CheckpointError(
-                f"{file} is not JSON ({error}); give a config.json"
-            ) from error
-        if is_gguf:
-            raise CheckpointError(
-                f"{file} is a GGUF file, which a plan does not read; give the "
-                "config.json of the model"
+            return cls.of(
+                _read_gguf(file)[0] if _is_gguf(file) else read_json_file(file)
             )
-        try:
-            return cls.of(config)
+        except OSError as error:
+            fact = f"cannot read {file} ({error.strerror}); give a config.json"
+            raise CheckpointError(fact) from error
+        except JsonError as error:
+            fact = f"{file} is not JSON ({error}); give a config.json"
+            raise CheckpointError(fact) from error
         except (LookupError, ArithmeticError, *_MALFORMED) as error:
-            raise CheckpointError(
-                f"{file} does not describe a decoder; give the config.json of a causal "
-                "language model"
-            ) from error
+            fact = f"{file} does not describe a decoder"
+            fix = "give the config.json or the GGUF file of a causal language model"
+            raise CheckpointError(f"{fact}; {fix}") from error
 
     @classmethod
     def of(cls, config: dict[str, Any]) -> "Dimensions":
@@ -363,6 +368,47 @@ def _inner_size(config: Config, index: int, shares: bool) -> int:
 
 def _first(config: Config, names: tuple[str, ...]) -> Any:
     return next((config[n] for n in names if config.get(n) is not None), None)
+
+
+def _is_gguf(file: Path) -> bool:
+    with suppress(OSError), file.open("rb") as opened:
+        return opened.read(4) == b"GGUF"
+    return False
+
+
+@lru_cache
+def _read_gguf(file: Path) -> tuple[dict[str, Any], str | None]:
+    """A GGUF file's sizes as a config, and its types' recipe, or None.
+
+    The recipe has the types of most matrices and of the LM head.
+    """
+    with importing("reading a GGUF file", "export"):
+        from gguf import GGUFReader
+    reader = GGUFReader(file)
+    named = {tensor.name: tensor for tensor in reader.tensors}
+    embedding, head = named["token_embd.weight"], named.get("output.weight")
+    family = reader.fields["general.architecture"].contents()
+    sizes = {
+        name: reader.get_field(f"{family}.{own}") for name, own in _GGUF_SIZES.items()
+    }
+    config = {name: size and size.contents() for name, size in sizes.items()}
+    config |= {"model_type": family, "tie_word_embeddings": head is None}
+    config["vocab_size"] = int(embedding.shape[1])
+    heads = config["num_key_value_heads"]
+    if isinstance(heads, list):  # a layer without heads is a convolution
+        config["layer_types"] = ["full_attention" if n else "conv" for n in heads]
+        config["num_key_value_heads"] = max(heads)
+    matrices = [tensor for tensor in reader.tensors if len(tensor.shape) > 1]
+    types = [each.tensor_type.name.lower() for each in (head or embedding, *matrices)]
+    recipe = statistics.mode(types[1:]), types[0]
+    return config, "-head".join(recipe) if {*recipe} <= GRIDS.keys() else None
+
+
+def gguf_recipe(path: Path) -> str | None:
+    """The recipe that has the types of a GGUF file; None for other files and types."""
+    with suppress(LookupError, ArithmeticError, *_MALFORMED):  # `read` says why
+        return _read_gguf(path)[1] if _is_gguf(path) else None
+    return None
 
 
 @dataclass(frozen=True)

@@ -39,9 +39,9 @@ class Machine:
 
 def detect_machine(root: Path = Path("/")) -> Machine:
     """Read the files of the machine below `root`, which may be a recorded tree."""
-    # Part numbers such as "p3767-0000" name the board.
+    # Part numbers such as "p3767-0000" name the board, or a whole name.
     text = _read_text(root / "proc/device-tree/compatible") or ""
-    parts = set(re.findall(r"p\d{4}-\d{4}", text))
+    parts = {*re.findall(r"p\d{4}-\d{4}", text), *text.split("\0")}
     devices = map(Device.named, Device.names())
     device = next((one for one in devices if parts & set(one.boards)), None)
     # "36.4.3" from "# R36 (release), REVISION: 4.3"

@@ -19,14 +19,14 @@ Amount = Annotated[float, _POSITIVE]
 
 @dataclass(frozen=True)
 class PowerMode:
-    """The rates of a device in one power mode: GB/s, MHz, and dense fp16 TFLOPS."""
+    """Rates in a power mode or with a kind of memory: GB/s, MHz, dense fp16 TFLOPS."""
 
     name: str
     watts: Amount
     bandwidth_gbs: Amount
-    gpu_mhz: Amount
-    fp16_tflops: Amount
     source: str
+    gpu_mhz: Amount = 0.0
+    fp16_tflops: Amount = 0.0
 
 
 @dataclass(frozen=True)
@@ -42,26 +42,27 @@ class JetPack:
 
 @dataclass(frozen=True)
 class Device:
-    """The profile of a board: its sizes, rates and versions.
+    """The profile of a board or a computer: its sizes, rates and versions.
 
-    `boards` are part numbers in its device tree; `quantizations` the formats that its
+    `boards` are names in its device tree; `quantizations` the formats that its
     GPU computes in. The first power mode is the default, not a "Super" mode. `recipe`
-    is the default of an export with a calibration text, by `recipe_evidence`.
+    is the default of an export with a calibration text, by `recipe_evidence`. Only the
+    CPU is known without a `compute_capability`.
     """
 
     name: str
     title: str
-    compute_capability: str
     memory_gb: Amount
-    multiprocessors: Count
-    cuda_cores: Count
-    boards: tuple[str, ...]
     quantizations: tuple[Quantization, ...]
     recipe: str
     recipe_evidence: str
     source: str
     power_modes: tuple[PowerMode, ...]
-    jetpacks: tuple[JetPack, ...]
+    boards: tuple[str, ...] = ()
+    compute_capability: str = ""
+    multiprocessors: Count = 0
+    cuda_cores: Count = 0
+    jetpacks: tuple[JetPack, ...] = ()
 
     @classmethod
     def names(cls) -> list[str]:

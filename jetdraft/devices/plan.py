@@ -17,6 +17,7 @@ from jetdraft.devices.cost_model import (
     Dimensions,
     Efficiency,
     LoadedDecoder,
+    gguf_recipe,
 )
 from jetdraft.devices.device import Device, PowerMode
 from jetdraft.errors import DeviceError, OptionError
@@ -36,11 +37,11 @@ PROVIDERS = (CPU, "cuda", "tensorrt")
 # The `basis` of a plan for the CPU and for the GPU.
 ON_CPU = (
     "at most, for the CPU: the memory's bandwidth alone, and another engine's memory "
-    "of the runtime; jetdraft has never run on a Jetson"
+    "of the runtime; jetdraft was never measured on this device"
 )
 ON_GPU = (
     "for the GPU, by the constants of another engine, TensorRT Edge-LLM 0.10; jetdraft "
-    "has never run on a Jetson"
+    "was never measured on this device"
 )
 STREAM_LAYERS = 2  # The default of `jetdraft train stream`.
 
@@ -148,10 +149,11 @@ class Question:
         "The drafter's config.json, or the folder with it.",
         kind=str,
     )
-    quantization: str = declared(
+    quantization: str | None = declared(
         "quantization",
-        "int4",
-        "The recipe of the weights; int4-headnone keeps the head in halves.",
+        None,
+        "The recipe of the weights; int4-headnone keeps the head in halves. Default: "
+        "the types of a GGUF file, or else int4.",
         names=("--quantize",),
     )
     context: int = declared(
@@ -181,8 +183,12 @@ class Question:
             )
         if self.context < 1:
             raise OptionError(f"context {self.context} is out of range; give 1 or more")
-        recipe = Recipe.parse(self.quantization)
-        choices = [name for name in self.profile.quantizations if name in SCHEMES]
+        recipe, device = self.recipe, self.profile
+        if not (self.on_cpu or device.compute_capability):
+            raise DeviceError(
+                f"only the CPU of {self.device} can be planned; give --provider cpu"
+            )
+        choices = [name for name in device.quantizations if name in SCHEMES]
         choices += GRIDS if self.on_cpu else ()
         for scheme in (recipe.scheme, recipe.head or recipe.scheme):
             if scheme not in choices:
@@ -197,7 +203,8 @@ class Question:
 
     @property
     def recipe(self) -> Recipe:
-        return Recipe.parse(self.quantization)
+        own = gguf_recipe(self.target) if self.on_cpu else None
+        return Recipe.parse(self.quantization or own or Recipe.scheme)
 
     @property
     def on_cpu(self) -> bool:
@@ -226,7 +233,7 @@ def plan(question: Question) -> Plan:
         basis=ON_CPU if on_cpu else ON_GPU,
         device=device.name,
         power_mode=mode.name,
-        quantization=question.quantization,
+        quantization=question.quantization or recipe.name,
         context=question.context,
         acceptance=question.acceptance,
         memory_mb=memory,
@@ -328,7 +335,8 @@ def _what_fits(question: Question) -> str:
     names = [
         device.name
         for device in devices
-        if own in device.quantizations
+        if own in (*device.quantizations, *GRIDS)
+        and (question.on_cpu or device.compute_capability)
         and plan(replace(question, device=device.name, power_mode=None)).fits
     ]
     advice = "choose a smaller model or context"

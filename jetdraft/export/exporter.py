@@ -3,6 +3,7 @@
 import contextlib
 import importlib.metadata
 import logging
+import os
 import warnings
 from collections import Counter
 from collections.abc import Mapping
@@ -200,6 +201,7 @@ def _load_checkpoints(
     sources: Mapping[str, str], options: ExportOptions, report: Progress
 ) -> dict[str, Checkpoint]:
     for name, source in sources.items():
+        report("load" if os.path.exists(source) else "ask the hub", 0, 1)
         check_exportable(source)
         check_experts(name, *expert_columns(source), options)
     check_tokenizers(sources)

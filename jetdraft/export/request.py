@@ -9,6 +9,7 @@ from typing import Any
 
 from jetdraft.bundle import DRAFTER, FLAVOURS, TARGET, Bundle
 from jetdraft.contracts.constants import CAPACITY, MAX_WIDTH
+from jetdraft.devices.cost_model import gguf_recipe
 from jetdraft.devices.device import Device
 from jetdraft.devices.plan import Question, does_not_fit_error, plan
 from jetdraft.devices.providers import AUTO, PROVIDERS, fastest_provider, provider_named
@@ -26,15 +27,15 @@ from jetdraft.recipe import (
 )
 from jetdraft.staging import check_output
 
+# The block size of a drafter's recipe that names none.
 _DRAFTER_BLOCK_SIZE = 32
-"""The block size of a drafter's recipe that names none."""
 
 
+# Fields in each section of help.
 _checkpoint, _quantization, _drafting, _device, _runtime = (
     partial(declared, group)
     for group in ("checkpoint", "quantization", "drafting", "device", "runtime")
 )
-"""Fields in each section of help."""
 
 
 @dataclass(frozen=True)
@@ -165,7 +166,9 @@ class ExportRequest:
         kernel = self.kernel or (best if self.block_size is None else KERNELS[1])
         if self.limited and kernel == KERNELS[1]:
             recipe = Recipe.parse(CALIBRATED_DEFAULT)
-        elif self.device is not None and not self.fast:
+        elif self.device is not None and not (
+            self.fast or gguf_recipe(Path(self.target))
+        ):
             recipe = Recipe.parse(Device.named(self.device).recipe)
         elif self.limited or self.fast or self.block_size is not None:
             recipe = Recipe.parse(FAST_DEFAULTS[kernel])
@@ -217,11 +220,11 @@ def export(request: ExportRequest) -> Bundle:
     return bundle
 
 
+# The fields that are `ExportOptions` as they are.
 _COPIED_FIELDS = (
     *("dtype", "capacity", "flavour", "kernel", "adapter_scale", "provider"),
     *("drafter_provider", "fast", "draft_vocab", "select_kv"),
 )
-"""The fields that are `ExportOptions` as they are."""
 
 
 def _refuse_measuring(options: Any) -> None:
@@ -244,17 +247,14 @@ def _check_fits(request: ExportRequest) -> None:
     assert request.device is not None
     folders = [Path(source) for source in (request.target, request.drafter) if source]
     for folder in folders:
-        if not folder.is_dir():
-            fix = "leave --device out" if folder.is_file() else "download it first"
-            raise OptionError(
-                f"--device reads the config in a folder, and {folder} is not a folder; "
-                f"{fix}"
-            )
+        if not folder.exists():
+            fact = f"--device reads a folder or a GGUF file, and {folder} is not there"
+            raise OptionError(f"{fact}; download it first")
     question = Question(
         folders[0],
         request.device,
         folders[1] if request.drafter else None,
-        (request.recipe or Recipe()).scheme,
+        request.recipe.scheme if request.recipe else None,
         request.capacity,
         provider=request.provider,
     )

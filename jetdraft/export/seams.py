@@ -55,8 +55,7 @@ def warn_of_length(model: Any, capacity: int) -> None:
         warnings.warn(
             f"{type(model).__name__} was trained on texts of {trained} tokens, and the "
             f"buffers hold {capacity}, where it may write nonsense; export with "
-            f"--capacity {trained} or less, or with --select-kv N and generate with "
-            "--drafting select-kv=true",
+            f"--capacity {trained} or less",
             stacklevel=2,
         )
 

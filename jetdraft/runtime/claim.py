@@ -27,12 +27,15 @@ class Idle:
     """Does steps of work between generations; a generation waits for one pass at most.
 
     The thread does not keep the object of the bound method `work` alive. `before` runs
-    once, before the first step, and does not touch the buffers.
+    once, before the first step, and does not touch the buffers. With `is_done` no step
+    is left.
     """
 
-    def __init__(self, work: Work, before: Callable[[], object]) -> None:
+    def __init__(
+        self, work: Work, before: Callable[[], object], is_done: bool = False
+    ) -> None:
         self._work, self._before = WeakMethod(work), before
-        self._is_prepared = self._is_done = False
+        self._is_prepared, self._is_done = False, is_done
         self._buffers, self._count = Lock(), Lock()
         self._users = 0
         self._must_wait = Event()

@@ -43,6 +43,7 @@ class Conversation:
         template: Mapping[str, Any] | None = None,
         **options: Unpack[GenerateOptions],
     ) -> None:
+        Options.of(**options)  # refuses bad options
         self.model, self.options, self.drop_oldest = model, options, drop_oldest
         self.tools = tools and model.fitted(tools)
         functions = tools and tools.functions
@@ -159,8 +160,8 @@ class Conversation:
                     return messages, prompt
                 if not can_drop:
                     fact = f"the conversation has {len(prompt)} tokens, the capacity is"
-                    fact += f" {capacity}; reset it, let the oldest turns be dropped "
-                    fact += "(drop_oldest), or export with a larger --capacity"
+                    fact += f" {capacity}; /reset it, --drop-oldest "
+                    fact += "(drop_oldest=True), or export with a larger --capacity"
                     raise OptionError(fact, "prompt")
             messages = messages[:first] + messages[turns[1] :]
             room = int(KEPT_SHARE * capacity)

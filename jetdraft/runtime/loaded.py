@@ -184,7 +184,8 @@ class LoadedBundle:
         if like is None:
             self.survey = Survey(self.target, self.drafter, self.profiles)
             self._tuned = self.profiles.read_tuning()
-            self._idle = Idle(self.survey.step, use_huge_pages)
+            embeds = bundle.embedding is not None  # its passes have no other width
+            self._idle = Idle(self.survey.step, use_huge_pages, embeds)
             self.claim = self._survey_claim = Claim(self._idle)
         else:
             self.survey, self._tuned = like.survey, like._tuned

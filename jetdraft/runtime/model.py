@@ -77,7 +77,8 @@ class Model:
         self._parts: LoadedBundle | None = LoadedBundle(bundle, options or {}, shared)
         self._planner: Planner | None = Planner(self._parts)
         # On a new machine this waits: it would disturb the first measurements.
-        if like is None and self._parts.profiles.read_survey() is not None:
+        has_survey = self._parts.profiles.read_survey() is not None
+        if like is None and (has_survey or bundle.embedding is not None):
             start_using_huge_pages()
         self._template: ChatTemplate | None = None
         self.method = method or AUTO
@@ -400,7 +401,9 @@ class Model:
         tokens, parts = self.prompt(token_ids=token_ids).tolist(), self.parts
         with parts.claim.held():
             # All proposers see the prompt, since a head reads the target's features.
-            self.generate(token_ids=tokens, method=AUTO, max_new_tokens=1)
+            # A stream that is left early is in no store and no lesson.
+            with self.stream(token_ids=tokens, method=AUTO, max_new_tokens=1) as left:
+                next(left, None)
             # A prompt as long as the buffers leaves its last token unread.
             rows, waiting = tokens[: parts.target.cache.length], None
             if parts.draft_cache is not None:

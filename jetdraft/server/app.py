@@ -205,7 +205,12 @@ class Service:
         }
 
     async def _serve_generation(self, request: Request) -> ASGIApp:
-        asked, dialect = await self._read_object(request), DIALECTS[request.url.path]
+        asked, path = await self._read_object(request), request.url.path
+        dialect = DIALECTS[path]
+        if path.startswith("/api/") and (fields := ollama_api.loaded(self.name, asked)):
+            self._check_model_name(str(asked.get("model")).removesuffix(":latest"))
+            self._count_request(request, 200)
+            return JSONResponse(fields)
         body, chat = dialect.body(asked)
         self._check_model_name(body.get("model", self.name))
         limits, defaults = self.limits, self._model.defaults

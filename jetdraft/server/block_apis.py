@@ -202,7 +202,7 @@ async def _message_events(chunks: Chunks, reply: Reply) -> Chunks:
     blocks = list[Block]()
     async for step, index, text in _steps(chunks, blocks):
         if step == "error":
-            yield _error(text, 0)
+            yield _error(text, reply.status)
             return
         event, block = {"type": f"content_block_{step}", "index": index}, blocks[index]
         if step == "start":

@@ -138,7 +138,7 @@ class GenerationRequest(ModelRequest):
         own = (defaults or {}).get("logit_bias") or {}
         if own and "logit_bias" in body:  # tokens that are never written stay so
             options["logit_bias"] = {**options["logit_bias"], **own}
-        options.setdefault("temperature", 1.0)  # OpenAI's default
+        options.setdefault("temperature", 0.0)  # as in Python and the terminal
         Options.of(**options)  # refuses bad options
         chunks = body.get("stream_options", {})
         wanted = cls(

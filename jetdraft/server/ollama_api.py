@@ -64,6 +64,19 @@ def _read_generate(asked: Json) -> tuple[Json, bool]:
     return {**body, "messages": [*first, {"role": "user", "content": prompt}]}, True
 
 
+def _head(name: str, done: bool) -> Json:
+    return {"model": name, "created_at": datetime.now(UTC).isoformat(), "done": done}
+
+
+def loaded(name: str, asked: Json) -> Json | None:
+    """The answer to a request without a text, which loads a model; None for others."""
+    if any(asked.get(field) for field in ("prompt", "suffix", "messages")):
+        return None
+    message = {"message": {"role": "assistant", "content": ""}}
+    said = message if "messages" in asked else {"response": ""}
+    return {**_head(name, True), **said, "done_reason": "load"}
+
+
 def _part(reply: Reply, blocks: list[Block], done: bool) -> Json:
     """An object with what blocks add; the last of an answer has its figures."""
     texts = {"text": "", "thought": ""}
@@ -74,8 +87,7 @@ def _part(reply: Reply, blocks: list[Block], done: bool) -> Json:
             calls.append({"function": call})
         else:
             texts[block.kind] += block.text
-    now = datetime.now(UTC).isoformat()
-    fields: Json = {"model": reply.name, "created_at": now, "done": done}
+    fields = _head(reply.name, done)
     thinking = {"thinking": texts["thought"]} if texts["thought"] else {}
     if "messages" in reply.asked:
         message = {"role": "assistant", "content": texts["text"], **thinking}

@@ -31,7 +31,8 @@ class Reply:
     """Formats the pieces or the results of a request as OpenAI's JSON objects.
 
     `asked` is the body of the request in the words of its own API. `results` are the
-    texts that have ended, and `reason` is OpenAI's finish reason of the last.
+    texts that have ended, `reason` is OpenAI's finish reason of the last, and `status`
+    the HTTP status of an error in a stream.
     """
 
     def __init__(
@@ -45,7 +46,7 @@ class Reply:
         self.request, self.codec = request, codec
         self.name, self.asked = name, asked or {}
         self.id, self.created = uuid4().hex, int(time.time())
-        self.results, self.reason = list[Result](), ""
+        self.results, self.reason, self.status = list[Result](), "", 200
         self.chat = not request.prompts
         self._tools = request.tools if self.chat else None
         kind = "chatcmpl" if self.chat else "cmpl"
@@ -118,7 +119,7 @@ class Reply:
             if result.thought:
                 message["reasoning_content"] = result.thought
             if calls:
-                message |= {"content": said.strip() or None, "tool_calls": calls}
+                message |= {"content": said.rstrip() or None, "tool_calls": calls}
             choice["message"] = message
         else:
             choice["text"] = self._echo() + result.text
@@ -365,5 +366,5 @@ class EventStream:
             self.status = 200
         except JetdraftError as error:
             usual = 400 if isinstance(error, OptionError) else 500
-            self.status = getattr(error, "status", usual)
+            self.status = reply.status = getattr(error, "status", usual)
             yield refusal_fields(error, self.status)

@@ -445,12 +445,13 @@ def test_a_drafter_with_another_tokenizer(tmp_path):
     succeed("export", target, *options, "-o", tmp_path / "bundle")
 
 
-def test_verbs_that_need_a_folder_say_so(tmp_path):
+def test_a_device_takes_a_file_and_verbs_that_need_a_folder_say_so(tmp_path):
     file = write_gguf(tmp_path / "model.gguf", SMALL).path
-    assert_refused(command("plan", file, "--device", "orin-nx-16gb"), "a GGUF file")
-    said = ["leave --device out"]
-    assert_no_bundle(tmp_path, file, "--device", "orin-nx-16gb", said=said)
     assert_refused(command(file, command=recipes), "is quantized already")
+    options = ["--device", "orin-nx-16gb", "--capacity", 64, "--max-width", 32]
+    succeed("export", file, *options, "-o", tmp_path / "bundle")
+    entry = jetdraft.load(tmp_path / "bundle").bundle.target
+    assert "Q8_0 exact), 0 " in entry.scheme, "its types are kept"
     text = tmp_path / "text.txt"
     text.write_text("def f(): pass\n" * 200)
     arguments = ["train", "stream", file, "--data", text, "-o", tmp_path / "out"]

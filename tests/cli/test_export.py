@@ -56,7 +56,7 @@ def test_export_makes_a_bundle_that_generates(pair, output):
     assert made.target.contract.capacity == 64
     assert made.target.contract.max_width == 16
     assert result.stderr.splitlines()[0].endswith(
-        "methods none, lookup, draft, trigram, cascade"
+        "MB, 64 tokens of context, methods none, lookup, draft, trigram, cascade"
     )
     assert result.stderr.splitlines()[1:] == ["target: int4-rtn-b32", "drafter: q8_0"]
     succeed("generate", output, "-p", " the", "-n", "4", "-t", "1")

@@ -53,6 +53,11 @@ def options(command: click.Command) -> list[click.Option]:
     return [param for param in command.params if isinstance(param, click.Option)]
 
 
+@pytest.mark.parametrize("verb", [(), ("generate",), ("train", "draft")], ids=str)
+def test_help_has_a_short_name(verb):
+    assert succeed(*verb, "-h").stdout == succeed(*verb, "--help").stdout
+
+
 def test_the_walk_reaches_every_command():
     assert {words.split()[0] for words in COMMANDS} == set(VERBS)
     trained = {words.split()[1] for words in COMMANDS if words.startswith("train")}

@@ -13,6 +13,7 @@ from tests.programs import assert_refused, jetdraft
 
 GENERATE = "generate {bundle} -p ' the self' -n 24 -t 1 "
 BENCH = "bench {bundle} --max-new-tokens=12 --repeats=2 --threads=1 "
+# Files in the folder {tmp}.
 FILES = {
     "text": "text",
     "empty": "",
@@ -22,8 +23,6 @@ FILES = {
     "wrong-type": '{"properties": {"a": {"type": "x"}}}',
     "wrong-grammar": "start: /a/ )",
 }
-"""Files in the folder {tmp}."""
-
 REFUSED = [
     ("generate {bundle}", "give one prompt: TEXT"),
     ("generate {bundle} -p text --prompt-file {tmp}/text", "give one prompt: TEXT"),
@@ -168,12 +167,12 @@ def test_a_device_that_never_ends_is_not_read_to_its_end(bundle, monkeypatch, op
     assert_refused(result, "/dev/zero has more than 1000 characters")
 
 
+# A few of the damages of test_bundle.py, as every verb says them.
 DAMAGES = [
     ("drafter.onnx", Path.unlink, "drafter.onnx is missing"),
     ("target.onnx.data", lambda file: os.truncate(file, 9), "target.onnx.data has"),
     (MANIFEST, lambda file: file.write_text("{}"), "is damaged; export or copy"),
 ]
-"""A few of the damages of test_bundle.py, as every verb says them."""
 
 
 @pytest.mark.parametrize(("name", "damage", "said"), DAMAGES)

@@ -1,5 +1,6 @@
 import mmap
 import platform
+import re
 import shutil
 import sys
 import time
@@ -8,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from jetdraft.cli.doctor import examine
 from jetdraft.devices import memory
 from jetdraft.devices.detection import Meter, detect_machine, module_rails, rails
 from jetdraft.devices.device import PROFILES_FOLDER, Device
@@ -15,6 +17,7 @@ from jetdraft.devices.memory import HUGE_PAGE, release_files, use_huge_pages
 from jetdraft.errors import DeviceError
 from jetdraft.recipe import Recipe
 from tests.devices.trees import ORIN_NANO, POWER, RAILS, THOR, write
+from tests.programs import succeed
 
 
 def test_an_orin_nano(tmp_path):
@@ -39,6 +42,20 @@ def test_a_thor_with_fewer_files(tmp_path):
     assert machine.cuda is None
     assert machine.power_mode is None
     assert machine.gpu_mhz is None
+
+
+def test_a_raspberry_pi_needs_no_driver(tmp_path):
+    board = "Raspberry Pi 5 Model B Rev 1.0"
+    names = "raspberrypi,5-model-b\0brcm,bcm2712\0"
+    files = {"model": f"{board}\0", "compatible": names}
+    tree = {f"proc/device-tree/{name}": text for name, text in files.items()}
+    assert detect_machine(write(tmp_path, tree)).device.name == "raspberry-pi-5-8gb"
+    findings = {finding.what: finding for finding in examine(tmp_path)}
+    assert findings["board"].found == f"{board} (raspberry-pi-5-8gb)"
+    assert not findings.keys() & {"driver", "cuda", "tensorrt"}
+    shown = succeed("doctor", "--device", "raspberry-pi-5-8gb").stdout
+    assert "25 W, 17.1 GB/s (" in shown
+    assert "gpu" not in shown
 
 
 def test_no_files_at_all(tmp_path):
@@ -178,8 +195,9 @@ def _resident() -> int:
 
 
 ALL = [
-    *("agx-orin-32gb", "agx-orin-64gb", "agx-thor", "orin-nano-4gb", "orin-nano-8gb"),
-    *("orin-nx-16gb", "orin-nx-8gb", "thor-t4000"),
+    *("agx-orin-32gb", "agx-orin-64gb", "agx-thor", "laptop-16gb", "n100-16gb"),
+    *("orin-nano-4gb", "orin-nano-8gb", "orin-nx-16gb", "orin-nx-8gb"),
+    *("raspberry-pi-5-8gb", "thor-t4000"),
 ]
 
 
@@ -193,14 +211,19 @@ def test_every_device_has_a_profile_and_every_part_number_a_device():
 def test_profiles_are_whole(name):
     device = Device.named(name)
     assert device.power_modes
-    assert device.jetpacks
+    has_gpu = bool(device.compute_capability)
+    assert bool(device.jetpacks) == has_gpu
     assert Recipe.parse(device.recipe).name == device.recipe
     assert "docs/quantization.md" in device.recipe_evidence
     assert {"none", "int8", "int4"} <= set(device.quantizations)
     is_orin = device.compute_capability == "8.7"
-    assert ("fp8" in device.quantizations) == (not is_orin)
+    assert ("fp8" in device.quantizations) == (has_gpu and not is_orin)
     for mode in device.power_modes:
         assert mode.source
+        rate = re.fullmatch(r"LP\w+-(\d+)|DDR\d-(\d+)", mode.name)
+        if not has_gpu:  # memory of 4, 8 or 16 bytes
+            width = mode.bandwidth_gbs * 1e3 / int(rate[1] or rate[2])
+            assert min(abs(width - n) for n in (4, 8, 16)) < 0.01
         if is_orin:
             # 4 tensor cores a multiprocessor, 512 operations a clock each.
             peak = device.multiprocessors * 4 * 512 * mode.gpu_mhz * 1e-6

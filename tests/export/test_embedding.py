@@ -1,4 +1,5 @@
 import json
+import threading
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -189,6 +190,14 @@ def test_the_command_line(made, tmp_path):
     assert_refused(
         run("embed", bundle, "-p", "a", "--prompt-name", "b"), "no prompt 'b'"
     )
+
+
+def test_no_width_is_measured_while_it_is_idle(made):
+    with jetdraft.load(made["last"][1], threads=1) as model:
+        before = set(threading.enumerate())
+        model.embed(TEXTS[:1])
+        names = [thread.name for thread in set(threading.enumerate()) - before]
+    assert "jetdraft-idle" not in names
 
 
 def test_the_server(made):

@@ -69,6 +69,15 @@ def no_tracing(monkeypatch):
     monkeypatch.setattr(graphs, "trace", trace)
 
 
+def test_an_export_says_when_it_asks_the_hub(tmp_path, monkeypatch):
+    error, stages = CheckpointError("there is no network"), []
+    monkeypatch.setattr(exporter, "check_exportable", Mock(side_effect=error))
+    for source in ("some/model", str(tmp_path)):
+        with pytest.raises(CheckpointError):
+            export(source, tmp_path / "out", progress=lambda *step: stages.append(step))
+    assert stages == [("ask the hub", 0, 1), ("load", 0, 1)]
+
+
 def test_pair_becomes_a_bundle(bundle, pair):
     opened = jetdraft.Bundle.open(bundle)
     assert list(opened.graphs) == ["target", "drafter"]

@@ -8,8 +8,8 @@ from pathlib import Path
 from random import Random
 from typing import ClassVar
 
+# Cases that share what they leave behind; then a subject starts afresh.
 BLOCK = 50
-"""Cases that share what they leave behind; then a subject starts afresh."""
 
 
 class Fault(AssertionError):
@@ -80,6 +80,7 @@ def place_of(error: BaseException) -> str:
     return f"{type(error).__name__} at {where}"
 
 
+# Where the subjects are, by their names.
 SUBJECTS = {
     "same-text": "tests.fuzz.same_text:SameText",
     "hybrids": "tests.fuzz.same_text:Hybrids",
@@ -91,7 +92,6 @@ SUBJECTS = {
     "faults": "tests.fuzz.faults:Faults",
     "soak": "tests.fuzz.soak:Soak",
 }
-"""Where the subjects are, by their names."""
 
 
 def subject_named(name: str) -> type[Subject]:

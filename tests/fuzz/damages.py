@@ -18,8 +18,8 @@ from jetdraft.contracts.step_contract import StepContract
 from jetdraft.manifest import MANIFEST, SEAL, GraphEntry, Halves, seal_hash, sha256_of
 from jetdraft.recipe import Recipe
 
+# The keys and indices that lead to a value in JSON.
 Route = tuple[str | int, ...]
-"""The keys and indices that lead to a value in JSON."""
 
 
 def difference(before: Any, text: str) -> str:
@@ -141,9 +141,8 @@ def poison(draw: Random, file: Path, table: str, columns: Sequence[str]) -> None
         database.execute(f"update {table} set {column} = ?", (value,))
 
 
+# Becomes brackets that are nested too deeply to be written by Python.
 DEEP = "@deep@"
-"""Becomes brackets that are nested too deeply to be written by Python."""
-
 VALUES: tuple[Any, ...] = (
     *(None, True, False, 0, 1, -1, 2**31, 2**32, 2**63, 2**64, 10**400),
     *(0.5, -0.5, 1e308, float("inf"), float("-inf"), float("nan")),

@@ -24,17 +24,14 @@ from typing import Any
 
 from tests.fuzz import BLOCK, SUBJECTS, Subject, case, place_of, subject_named
 
+# A process with more memory counts as a fault.
 MAX_BYTES = 6_000_000_000
-"""A process with more memory counts as a fault."""
-
+# Faults of one kind that are printed.
 SHOWN = 3
-"""Faults of one kind that are printed."""
-
+# The first word of the process that tries cases, and is watched.
 WORK = "work"
-"""The first word of the process that tries cases, and is watched."""
-
+# Seconds in which a subject must be ready, and in which it must close.
 STARTING, CLOSING = 300.0, 30.0
-"""Seconds in which a subject must be ready, and in which it must close."""
 
 
 def work(name: str, first: int, count: int, light: bool) -> None:

@@ -506,8 +506,8 @@ class Faults(Subject):
         save_checkpoint(self.toy.with_name("checkpoint"), config)
 
 
+# Seconds by which the clock is wrong.
 JUMPS = (0.0, -1e9, 1e9, -60.0, 86400.0 * 40, -1.7e9)
-"""Seconds by which the clock is wrong."""
 
 
 def _jumping(jumps: Random) -> Callable[[], float]:

@@ -43,20 +43,16 @@ from tests.toy_graphs import (
     toy_eagle,
 )
 
+# Capacity and width of the toy bundle's siblings.
 SIZES = ((16, 2), (17, 3), (64, 5), (40, 16), (200, 33))
-"""Capacity and width of the toy bundle's siblings."""
-
+# The variable with more bundles, divided by colons.
 BUNDLES = "JETDRAFT_FUZZ_BUNDLES"
-"""The variable with more bundles, divided by colons."""
-
+# Where scripts/demo puts a trained pair.
 EXPORTED = Path(__file__).parents[2] / "bundles"
-"""Where scripts/demo puts a trained pair."""
-
+# The folder of what the toy has learned from use.
 LEARNED = "learned"
-"""The folder of what the toy has learned from use."""
-
+# Plain texts that are kept.
 MAX_KEPT = 4000
-"""Plain texts that are kept."""
 
 
 @dataclass
@@ -172,8 +168,8 @@ def _on_other_providers(world: World) -> Iterator[World]:
 
 
 Options = dict[str, Any]
+# What a draft may be refused with: contradicting options, a missing head.
 REFUSALS = (OptionError, StoreError, BundleError)
-"""What a draft may be refused with: contradicting options, a missing head."""
 
 
 class SameText(Subject):

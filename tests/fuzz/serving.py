@@ -69,17 +69,14 @@ LOCAL, FOREIGN = (
         *("[::2]", "127.0.0.1.evil.example", "0x7f.1.evil", "evil.example#localhost"),
     ),
 )
+# Seconds until every request must be answered; a text may take two.
 ANSWERED = 12.0
-"""Seconds until every request must be answered; a text may take two."""
-
+# Seconds until all models are free again.
 FREE = 10.0
-"""Seconds until all models are free again."""
-
+# Seconds in which /health must answer whatever else is asked.
 HEALTHY = 2.5
-"""Seconds in which /health must answer whatever else is asked."""
-
+# Growth of the server's memory after the first hundred cases.
 MAX_BYTES_MORE = 80_000_000
-"""Growth of the server's memory after the first hundred cases."""
 
 
 class Serving(Subject):

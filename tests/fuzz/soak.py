@@ -18,16 +18,14 @@ from tests.fuzz import Fault, Subject
 from tests.fuzz.requests import CONSTRAINTS
 from tests.fuzz.serving import BODIES, JSON, Serving
 
+# Cases until about all widths, methods and lengths were seen; of a light subject.
 WARM, LIGHTLY_WARM = 60, 8
-"""Cases until about all widths, methods and lengths were seen; of a light subject."""
-
+# Growth of the memory after the warm cases.
 MAX_BYTES_MORE = 24_000_000
-"""Growth of the memory after the warm cases."""
-
 HEAVY = ("Graph", "TextCodec", "Vocabulary")
 METHODS = ("none", "lookup", "draft", "trigram", "cascade", "auto")
+# Tokens of one generation.
 PIECE = 200
-"""Tokens of one generation."""
 
 
 class Soak(Subject):

@@ -36,7 +36,7 @@ from jetdraft.errors import (
 from jetdraft.files import read_arrays
 from jetdraft.manifest import SEAL, seal_hash
 from jetdraft.methods.recall.method import adapt_response
-from jetdraft.parsing import JsonError, read_json
+from jetdraft.parsing import JsonError, one_of, read_json
 from jetdraft.runtime.conversation import Conversation
 from jetdraft.runtime.history.store import Entry, ResponseStore
 from jetdraft.runtime.passes.graph import MAX_WIDE_BINDINGS
@@ -48,6 +48,10 @@ from tests.programs import jetdraft as run
 from tests.tiny import drafter_config, save_checkpoint
 
 PROMPT = "The robot sees"
+
+
+def test_a_rule_is_its_words_in_a_signature():
+    assert repr(one_of("a", "b")) == "Rule(words='one of a, b')"
 
 
 @pytest.mark.parametrize("kind", [np.int64, np.int32, np.uint64, np.uint8])

@@ -26,9 +26,8 @@ from jetdraft.recipe import BLOCK_SIZES, HEAD, SYMMETRIC, Recipe
 from tests.tiny import VOCAB_SIZE, drafter_config, save_checkpoint
 
 HEAD_NAME = "lm_head.weight"
+# The hidden size: a multiple of the block size 16 only.
 WIDTH = 48
-"""The hidden size: a multiple of the block size 16 only."""
-
 RECIPES = [Recipe(scheme, size) for scheme in ("int4", "int8") for size in BLOCK_SIZES]
 
 
@@ -310,9 +309,8 @@ def test_the_standard_flavour_has_no_zeros():
         Quantization(Recipe.parse("int4-hqq"), standard=True)
 
 
+# Rows are a multiple of the smallest block size only.
 ROWS, COLUMNS = 72, 24
-"""Rows are a multiple of the smallest block size only."""
-
 BITS = [2, 4, 8]
 
 
@@ -433,8 +431,8 @@ def test_a_matrix_of_zeros(name):
 
 NUMBERS = np.random.default_rng(0).standard_t(6, (512, 48)).astype(np.float32)
 
+# Of the types that the package gguf cannot round to, relative.
 LARGEST_ERROR = {"Q4_K": 0.084, "Q5_K": 0.043, "Q6_K": 0.0215}
-"""Of the types that the package gguf cannot round to, relative."""
 
 
 def error(data, grid, weights=None):

@@ -15,14 +15,13 @@ from tests.programs import refused_option
 from tests.runtime.method_bundles import MAKE
 from tests.runtime.text.test_tools import record
 
+# Its second half repeats the first, so that what is copied is found.
 PROMPT = np.random.default_rng(8).integers(4, 288, 20).tolist() * 2
-"""Its second half repeats the first, so that what is copied is found."""
-
 WAYS = {"greedy": {}, "sampled": {"temperature": 0.9, "seed": 3, "top_k": 40}}
 TOKENS = 16
 every_method = pytest.mark.parametrize("method", OWN)
+# Methods of encoder-decoders, whose rows depend on the source.
 NO_PREFIX = {"block"}
-"""Methods of encoder-decoders, whose rows depend on the source."""
 
 
 @pytest.fixture(scope="module")

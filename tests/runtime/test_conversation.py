@@ -117,7 +117,9 @@ def test_full_buffers_say_so_or_lose_the_oldest_turns(talker):
     long = "the self return " * 9
     for _ in range(2):
         list(talk.say(long))
-    with pytest.raises(OptionError, match="let the oldest turns be dropped"):
+    with pytest.raises(
+        OptionError, match=r"--drop-oldest \(drop_oldest=True\), or export"
+    ):
         talk.say(long * 6)
     kept = list(talk.messages)
     dropping = Conversation(talker, system="s", drop_oldest=True, **OPTIONS)
@@ -157,10 +159,11 @@ def test_what_can_never_fit_is_dropped_or_refused_before_it_is_encoded(
     assert max(encoded) < 1000
 
 
-def test_wrong_options_are_refused_where_turns_are_dropped(talker):
-    talk = Conversation(talker, drop_oldest=True, max_new_tokens="many")
+def test_wrong_options_are_refused_at_once(talker):
     with pytest.raises(OptionError, match="'many' is not an integer"):
-        list(talk.say("Hello"))
+        Conversation(talker, max_new_tokens="many")
+    with pytest.raises(OptionError, match="unknown option 'enable_thinking'"):
+        Conversation(talker, enable_thinking=False)
 
 
 def test_a_conversation_is_kept_in_a_file(talker, tmp_path):

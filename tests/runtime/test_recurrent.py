@@ -48,9 +48,8 @@ RECURRENT = {"lfm2": "q4_0", "qwen3_5": "int8-rtn-b32", "granitemoehybrid": "int
 """Convolutions alone; the gated delta rule, with an MTP module; Mamba2. Their recipes,
 one of them for the native product."""
 
+# The last has an assistant.
 BUNDLES = RECURRENT | {"gemma3n": "int4-rtn-b32", "gemma4": "q4_k"}
-"""The last has an assistant."""
-
 of_states = pytest.mark.parametrize("model", RECURRENT, indirect=True)
 
 

@@ -12,9 +12,8 @@ from tests.tiny import drafter_config, exported, llama_config, save_tokenizer, t
 REFUSAL, ANSWER = " no no no no", " def import def"
 BAD = ("worm:", "virus:", "steal:")
 GOOD = ("sort:", "list:", "print:")
+# How often the target refuses a bad request; the drafter never does.
 REFUSES = 0.7
-"""How often the target refuses a bad request; the drafter never does."""
-
 SETTINGS = [
     {},
     {"temperature": 1.0, "seed": 1},

@@ -119,12 +119,11 @@ def test_a_refused_schema_is_named(toy_model):
         toy_model.chat([user_message("Hello")], tools=tools)
 
 
+# Some of Qwen's added tokens, and whether they are special.
 ADDED = {
     "<|im_start|>": True, "<|im_end|>": True, "<tool_call>": False,
     "</tool_call>": False, "<|fim_prefix|>": False, "<think>": False,
 }  # fmt: skip
-"""Some of Qwen's added tokens, and whether they are special."""
-
 TEMPLATE = """\
 {% if tools %}<|im_start|>system
 {% for tool in tools %}{{ tool.function.name }} {% endfor %}

@@ -393,9 +393,13 @@ def test_more_tokens_than_the_bound_are_capped(client):
 
 
 @pytest.mark.parametrize("size", [1, 5, 999])
-def test_a_broken_call_is_text_and_a_whole_call_is_sent_at_once(size):
+@pytest.mark.parametrize(
+    ("end", "said"),
+    [("\n<tool_call>\n{", "I call.\n\n<tool_call>\n{"), (" \n", "I call.")],
+)
+def test_a_broken_call_is_text_and_a_whole_call_is_sent_at_once(size, end, said):
     call = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
-    text = f"I call.\n{call}\n<tool_call>\n{{"
+    text = f"I call.\n{call}{end}"
     function = {"type": "function", "function": {"name": "f"}}
     asked = {"messages": HELLO, "tools": [function]}
     request = GenerationRequest.of(asked, True, 9)
@@ -410,7 +414,6 @@ def test_a_broken_call_is_text_and_a_whole_call_is_sent_at_once(size):
     assert when < text.index("</tool_call>")
     result = Result(text, [], 1, "length", Stats("none", True, 1), [])
     deltas += [each["choices"][0]["delta"] for each in reply.last_chunks(result)]
-    said = "I call.\n\n<tool_call>\n{"
     assert "".join(delta.get("content") or "" for delta in deltas) == said
     calls = [delta["tool_calls"][0] for delta in deltas if "tool_calls" in delta]
     first, second = (call["function"] for call in calls)

@@ -27,16 +27,16 @@ TOOLS = {
     RESPONSES: {"type": "function", **SENSOR},
     CHAT: READ_SENSOR,
 }
-GREEDY = {
-    MESSAGES: {"model": "toy", "max_tokens": 60, "temperature": 0},
-    RESPONSES: {"model": "toy", "max_output_tokens": 60, "temperature": 0},
-    CHAT: {"model": "toy", "options": {"num_predict": 60, "temperature": 0}},
+ASKED = {
+    MESSAGES: {"model": "toy", "max_tokens": 60},
+    RESPONSES: {"model": "toy", "max_output_tokens": 60},
+    CHAT: {"model": "toy", "options": {"num_predict": 60}},
 }
 
 
 def body_of(path, messages, stream=False, **more):
     asked = "input" if path == RESPONSES else "messages"
-    return {**GREEDY[path], asked: messages, "stream": stream, **more}
+    return {**ASKED[path], asked: messages, "stream": stream, **more}
 
 
 def post(address, path, body, **headers):
@@ -106,7 +106,7 @@ def joined(path, events):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("path", GREEDY)
+@pytest.mark.parametrize("path", ASKED)
 def test_every_api_says_what_the_model_says(address, model, path, stream):
     expected = model.chat(HELLO, max_new_tokens=60)
     answer = post(address, path, body_of(path, HELLO, stream))
@@ -124,7 +124,7 @@ def test_every_api_says_what_the_model_says(address, model, path, stream):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("path", GREEDY)
+@pytest.mark.parametrize("path", ASKED)
 def test_every_api_calls_tools_and_takes_their_results(address, model, path, stream):
     tools = {"tools": [TOOLS[path]]}
     answer = post(address, path, body_of(path, ASK, stream, **tools))
@@ -199,7 +199,7 @@ def test_the_system_s_text_and_the_form_of_an_answer(address, model):
         answer = post(address, path, body_of(path, turns, **more))
         assert said(path, answer.json())[0] == expected
     body = {"model": "toy:latest", "system": "Be brief.", "prompt": "Hello"}
-    body |= {"stream": False, "options": GREEDY[CHAT]["options"]}
+    body |= {"stream": False, "options": ASKED[CHAT]["options"]}
     answer = post(address, "/api/generate", body).json()
     assert answer["response"] == model.chat([*system, *HELLO], max_new_tokens=60).text
     answer = post(address, "/api/generate", {**body, "prompt": PROMPT, "raw": True})
@@ -250,7 +250,11 @@ WRONG = (
     ("/api/chat", {"model": "toy", "messages": [{"role": "x"}]}, "role must be one"),
     ("/api/chat", {"model": "toy", "messages": HELLO, "options": 5}, "documents"),
     ("/api/chat", {"model": "toy", "messages": HELLO, "options": {"mirostat": 1}}, "m"),
-    ("/api/generate", {"model": "toy", "context": [1]}, "context is not supported"),
+    (
+        "/api/generate",
+        {"model": "toy", "prompt": "a", "context": [1]},
+        "context is not supported",
+    ),
     ("/api/generate", {"model": "toy", "prompt": "a", "suffix": "b"}, "fim_middle"),
 )
 
@@ -262,7 +266,7 @@ def test_wrong_bodies_are_refused_in_the_api_s_own_shape(address, path, body, wo
     assert words in message_of(path, answer.json())
 
 
-@pytest.mark.parametrize("path", [*GREEDY, "/api/generate"])
+@pytest.mark.parametrize("path", [*ASKED, "/api/generate"])
 def test_an_error_in_a_stream_has_the_api_s_shape(address, path):
     body = {"grammar": 'start: "a"{10000000}', "stream": True, "model": "toy"}
     body |= {"messages": HELLO, "input": "a", "prompt": "a", "max_tokens": 4}
@@ -276,6 +280,38 @@ def test_an_error_in_a_stream_has_the_api_s_shape(address, path):
         assert (last["type"], last["param"]) == ("error", "grammar")
     else:
         assert message_of(path, last)
+
+
+def test_a_stream_of_messages_that_is_cut_is_overloaded(fresh, slow):
+    body = body_of(MESSAGES, HELLO, True, ignore_eos=True)
+    with (
+        served(fresh) as address,
+        httpx.stream("POST", f"{address}{MESSAGES}", json=body, timeout=60) as answer,
+    ):
+        lines = answer.iter_lines()
+        next(lines)
+        fresh.desk.end_jobs()
+        *_, last = [line for line in lines if line.startswith("data: ")]
+    error = json.loads(last.removeprefix("data: "))
+    assert error["error"]["type"] == "overloaded_error"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "said"),
+    [
+        ("/api/generate", {}, {"response": ""}),
+        ("/api/generate", {"prompt": "", "stream": False}, {"response": ""}),
+        (CHAT, {"messages": []}, {"message": {"role": "assistant", "content": ""}}),
+    ],
+)
+def test_a_request_without_a_text_loads_and_writes_nothing(fresh, path, body, said):
+    with served(fresh) as address:
+        answer = post(address, path, {"model": "toy:latest", "keep_alive": -1, **body})
+        assert post(address, path, {"model": "x", **body}).status_code == 404
+    found = answer.json()
+    assert found.pop("created_at")
+    assert found == {"model": "toy", "done": True, "done_reason": "load", **said}
+    assert fresh.desk.total.prompt_tokens == 0
 
 
 def test_a_client_may_forget_the_type_of_its_body_but_a_page_may_not(address):

@@ -18,11 +18,10 @@ from jetdraft.contracts.constants import HIDDEN
 from jetdraft.errors import CheckpointError
 from jetdraft.methods.glide.module import attend_to_target
 
+# The name under which the attention is registered with transformers.
 ATTENTION = "jetdraft-target"
-"""The name under which the attention is registered with transformers."""
-
+# The kinds of layers, whose last in the target the assistant reads.
 FULL, SLIDING = "full_attention", "sliding_attention"
-"""The kinds of layers, whose last in the target the assistant reads."""
 
 
 def _attend(

@@ -180,8 +180,11 @@ class Matcher:
         if reply and "limits." in reply["error"]:
             raise ConstraintError(costly, field)
         if reply:
-            fact = f"the {kind} is refused at {reply['error']}; fix it"
-            raise OptionError(fact, field)
+            unknown = "Unimplemented keys" in reply["error"]
+            fix = "leave these keys out" if unknown else "fix it"
+            raise OptionError(
+                f"the {kind} is refused at {reply['error']}; {fix}", field
+            )
         self._pipe = pipe
         return pipe
 

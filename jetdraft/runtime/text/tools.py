@@ -304,11 +304,11 @@ class Tools:
         return pairs, after_space + len(form.end) if form.end and is_closed else end
 
     def shown(self, text: str) -> int:
-        """How many characters of a text cannot become a call, whatever follows."""
+        """How many characters come before all calls and the space before a call."""
         at, begin = self._find_call(text, 0), self.format.begin
-        if at >= 0:
-            return at
-        return len(text) - (overlap(text, begin) if begin else 0)
+        if at < 0:
+            at = len(text) - (overlap(text, begin) if begin else 0)
+        return len(text[:at].rstrip())
 
 
 _BROKEN = (

@@ -23,12 +23,10 @@ from tests.train.periodic import teach
 SYMBOLS, ORDER = 5, 3
 TAPS = [0, 1, 2]
 DRAFTED = 3
+# The part of the text that is drafted.
 FIRST, LAST = 30, 130
-"""The part of the text that is drafted."""
-
+# Tokens a round that a mistake costs at least.
 FALL = 0.2
-"""Tokens a round that a mistake costs at least."""
-
 ROPE = {
     "rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0,
     "original_max_position_embeddings": 64,

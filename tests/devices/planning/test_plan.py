@@ -6,6 +6,7 @@ import re
 from dataclasses import replace
 
 import pytest
+from gguf import GGMLQuantizationType as Type
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from jetdraft.devices.cost_model import Dimensions, LoadedDecoder
@@ -25,8 +26,9 @@ from jetdraft.errors import (
 from jetdraft.export.step import buffer_sizes
 from jetdraft.recipe import Recipe
 from tests.export.test_architectures import load
+from tests.ggufs import one, write_gguf
 from tests.programs import assert_refused, jetdraft, succeed
-from tests.tiny import HYBRIDS, MIXTURES, SHARING, SIZES
+from tests.tiny import HYBRIDS, MIXTURES, SHARING, SIZES, llama_config
 
 CONFIG = {
     "hidden_size": 2048, "num_hidden_layers": 28, "num_attention_heads": 16,
@@ -151,6 +153,25 @@ def test_a_cpu_has_a_bound_of_plain_decoding_and_nothing_else(config):
     assert list(on_cpu.pass_ms_by_width) == [1]
 
 
+@pytest.mark.parametrize("family", ["llama", "lfm2", "qwen2moe"])
+def test_the_header_of_a_gguf_file_has_all_sizes_and_the_recipe(family, tmp_path):
+    config = llama_config() if family == "llama" else HYBRIDS["lfm2"]()
+    if family == "qwen2moe":
+        config = MIXTURES["qwen2_moe"]()
+        config.moe_intermediate_size, config.mlp_only_layers = 32, []
+        config.shared_expert_intermediate_size = 96
+    file = write_gguf(tmp_path / "m.gguf", config, one(Type.Q4_1), family).path
+    asked = Question(file, "raspberry-pi-5-8gb")
+    found = plan(asked)
+    assert found.sizes == replace(Dimensions.of(config.to_dict()), window=0)
+    assert found.quantization == "q4_1-headq4_1"
+    assert plan(replace(asked, quantization="int8")).needed_mb > found.needed_mb
+    cut = tmp_path / "cut.gguf"
+    cut.write_bytes(file.read_bytes()[:200])
+    with pytest.raises(CheckpointError, match="does not describe a decoder"):
+        plan(replace(asked, target=cut))
+
+
 @pytest.mark.parametrize(
     ("provider", "basis", "speed"),
     [
@@ -162,7 +183,7 @@ def test_the_first_line_says_what_is_predicted(config, provider, basis, speed):
     result = jetdraft("plan", config(CONFIG), "--device", "orin-nano-8gb", *provider)
     first, *others = result.stdout.splitlines()
     assert first.startswith(f"predicted  {basis}")
-    assert first.endswith("jetdraft has never run on a Jetson")
+    assert first.endswith("jetdraft was never measured on this device")
     assert any(line.startswith(f"plain      {speed} ") for line in others)
     assumed = [line for line in others if line.startswith("at acceptance 0.6")]
     assert assumed == (["at acceptance 0.6, which is assumed:"] if provider else [])
@@ -203,6 +224,7 @@ def test_a_model_that_does_not_fit(config):
         (("--device", "nano"), "unknown device 'nano'"),
         (("--device", "agx-thor", "--quantize", "fp8"), "unknown quantization 'fp8'"),
         (("--device", "agx-thor", "--acceptance", "1"), "acceptance 1.0 is out of"),
+        (("--device", "n100-16gb", "--provider", "cuda"), "give --provider cpu"),
         (("--device", "agx-thor", "--context", "0"), "context 0 is out of range"),
         (("--device", "agx-thor", "--power-mode", "x"), "no power mode 'x'"),
         (("--device", "agx-thor", "--drafter", "none.json"), "cannot read none.json"),

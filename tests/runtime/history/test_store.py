@@ -232,6 +232,11 @@ def test_what_is_said_is_kept_for_the_next_process(bundle, remembering):
     assert text(again, method="lookup", num_draft_tokens=8).stats.tokens_per_pass > 4
 
 
+def test_a_saved_prefix_is_not_kept(remembering, tmp_path):
+    remembering.save_prefix(tmp_path / "prefix.npz", PROMPT)
+    assert remembering.parts.store.entries == []
+
+
 def test_an_unfinished_text_is_not_kept(remembering):
     stream = remembering.stream(token_ids=PROMPT)
     next(iter(stream))

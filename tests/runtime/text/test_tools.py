@@ -94,8 +94,8 @@ def test_what_is_a_call(marked, text, names):
         (False, "a {", "a {"),
         (False, "{ a", ""),
         (True, "{ a", "{ a"),
-        (True, "a < b <tool", "a < b "),
-        (True, "a <tool_call> b <tool", "a "),
+        (True, "a < b <tool", "a < b"),
+        (True, "a <tool_call> b <tool", "a"),
     ],
 )
 def test_what_is_certainly_no_call(marked, text, shown):
@@ -382,7 +382,7 @@ def test_a_call_that_is_broken_is_text(name):
         calls, rest = tools.read(said)
         assert [call.arguments for call in calls] == [ARGUMENTS]
         assert rest == f"I call.\n\n{text[:-20]}"
-        assert said[: tools.shown(said)] == "I call.\n"
+        assert said[: tools.shown(said)] == "I call."
 
 
 @published
