@@ -1,6 +1,7 @@
 """LoRA at run time, against transformers with the weights that peft merged."""
 
 import json
+import re
 from pathlib import Path
 from typing import NamedTuple
 
@@ -73,17 +74,16 @@ def model(made):
         yield model
 
 
-def merged(made: Made, adapter: str | None) -> transformers.PreTrainedModel:
-    model = transformers.AutoModelForCausalLM.from_pretrained(made.target)
+def merged(target: Path, adapter: Path | None) -> transformers.PreTrainedModel:
+    model = transformers.AutoModelForCausalLM.from_pretrained(target)
     if adapter is None:
         return model
-    changed = peft.PeftModel.from_pretrained(model, made.adapters[adapter])
-    return changed.merge_and_unload()
+    return peft.PeftModel.from_pretrained(model, adapter).merge_and_unload()
 
 
 @pytest.mark.parametrize("adapter", [None, *ADAPTERS])
 def test_logits_and_text_are_those_of_merged_weights(made, model, adapter):
-    oracle = merged(made, adapter)
+    oracle = merged(made.target, made.adapters.get(adapter))
     changed = model.adapted(adapter) if adapter else model
     ids = torch.tensor([PROMPT])
     with torch.no_grad():
@@ -137,18 +137,27 @@ def test_measurements_are_of_each_adapter(made, model):
     assert files == {f"cpu-1-adapter-{name}.json" for name in ADAPTERS}
 
 
-@pytest.mark.parametrize("recipe", ["q8_0", "int8-rtn"])
-def test_weights_of_integers(made, tmp_path, recipe):
-    named = (f"some={made.adapters['some']}",)
-    bundle = exported(made.target, tmp_path / "bundle", recipe, adapters=named)
-    with jetdraft.load(bundle.path, threads=1, adapter="some") as model:
+@pytest.mark.parametrize(
+    ("recipe", "config"),
+    [
+        ("q8_0", lambda: transformers.Qwen2Config(**tiny.SIZES)),
+        ("int8-rtn", lambda: transformers.Phi3Config(**tiny.SIZES)),
+        ("q8_0", tiny.HYBRIDS["qwen3_5"]),  # has no tree graph
+    ],
+)
+def test_weights_of_integers(tmp_path, recipe, config):
+    target = tiny.save_checkpoint(tmp_path / "target", config())
+    folder = save_adapter(target, tmp_path / "a", r=9, target_modules="all-linear")
+    bundle = exported(target, tmp_path / "bundle", recipe, adapters=(f"a={folder}",))
+    with jetdraft.load(bundle.path, threads=1, adapter="a") as model:
         found = model.parts.target.run(PROMPT).logits.copy()
+        model.forget()
         plain = model.generate(method="none", **HOW).token_ids
         assert model.generate(method="lookup", **HOW).token_ids == plain
     with torch.no_grad():
         wanted, before = (
-            merged(made, adapter)(torch.tensor([PROMPT])).logits[0].numpy()
-            for adapter in ("some", None)
+            merged(target, adapter)(torch.tensor([PROMPT])).logits[0].numpy()
+            for adapter in (folder, None)
         )
     assert np.abs(found - wanted).mean() < 0.2 * np.abs(before - wanted).mean()
 
@@ -188,6 +197,10 @@ def test_the_command_line(made, model):
         wanted = model.adapted(name).generate("def f", max_new_tokens=20).text
         assert run(*words, "--adapter", name).stdout == f"{wanted}\n"
     assert_refused(run(*words, "--adapter", "x"), "no adapter 'x'; it has: some, all")
+    checked = run("check", made.bundle.path, "--adapter", "some", "-t", "1").stdout
+    found = re.search(r"by position ([\d. ]+), at export (.+)", checked)
+    assert found[1] == found[2], checked
+    assert "verdict    pass" in checked
     words = ("export", made.target, "--adapter", "x", "-o", "x")
     assert_refused(run(*words), "NAME=FOLDER")
 
