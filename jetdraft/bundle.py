@@ -8,6 +8,7 @@ target-lower.onnx, target-upper.onnx, ...   the target in two halves
 drafter.onnx, drafter-tree.onnx, ...   the same graphs of a drafter
 target-encoder.onnx, ...   the encoder of a target that reads a source
 drafter-vocabulary.npy   the draft vocabulary of a head: its token ids
+target-adapter-NAME.onnx   the target with LoRA, which target.onnx.data has too
 streams.npz       the weights of the streams, for a target with streams
 similarity.npy    small embeddings of the target: they find similar requests
 tokenizer.json, chat_template.jinja   if the checkpoint has them
@@ -15,7 +16,7 @@ tokenizer.json, chat_template.jinja   if the checkpoint has them
 
 import json
 import re
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, TypedDict
 
@@ -23,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jetdraft.contracts.step_contract import StepContract
-from jetdraft.errors import BundleError, PairError
+from jetdraft.errors import BundleError, OptionError, PairError
 from jetdraft.files import read_array, read_arrays
 from jetdraft.manifest import (
     MANIFEST,
@@ -32,6 +33,7 @@ from jetdraft.manifest import (
     VERSION,
     FileName,
     GraphEntry,
+    Share,
     check_files,
     read_manifest,
     seal_hash,
@@ -61,6 +63,16 @@ Provider = Annotated[
 def is_token_name(name: str) -> bool:
     """Whether `name` is a special token's name in templates, such as bos_token."""
     return bool(re.fullmatch("[a-z_]{1,32}_token", name))
+
+
+def is_adapter_name(name: str) -> bool:
+    """Whether `name` can name an adapter, and a part of a file's name."""
+    return bool(re.fullmatch(r"[\w-][\w.-]{0,63}", name, re.ASCII))
+
+
+def adapter_file(name: str) -> str:
+    """The file of the target's widest graph with the adapter `name`."""
+    return f"{TARGET}-adapter-{name}.onnx"
 
 
 class Defaults(TypedDict, total=False):
@@ -153,7 +165,8 @@ class Bundle:
     change the text. `special_tokens` are the tokenizer's, by their names in the chat
     template. `start_token_ids` begin the text of an encoder-decoder, and are empty for
     a decoder alone. `speech` is None for a model of text, and `embedding` for a model
-    that writes.
+    that writes. `adapters` change the target at run time; by name, they have the
+    acceptance of drafts by position, which is empty if it was not measured.
 
         Bundle.open("bundle").generation  # {"temperature": 0.6, "top_p": 0.95}
     """
@@ -172,6 +185,9 @@ class Bundle:
     start_token_ids: tuple[Count, ...] = ()
     speech: Speech | None = None
     embedding: Embedding | None = None
+    adapters: dict[
+        Annotated[str, Rule("an adapter's name", is_adapter_name)], tuple[Share, ...]
+    ] = field(default_factory=dict)
     tools: dict[str, str]
     files: dict[FileName, FileRecord] = field(default_factory=dict)
 
@@ -179,6 +195,17 @@ class Bundle:
     def target(self) -> GraphEntry:
         """The target's graph."""
         return self.graphs[TARGET]
+
+    def adapted(self, adapter: str | None) -> GraphEntry:
+        """The target's graph with an adapter; raises `OptionError` without it."""
+        if adapter is None:
+            return self.target
+        if adapter not in [*self.adapters]:
+            known = ", ".join(self.adapters) or "none; export with --adapter"
+            fact = f"the bundle has no adapter {adapter!r}; it has: {known}"
+            raise OptionError(fact, "adapter")
+        file, tree = adapter_file(adapter), self.target.tree_file
+        return replace(self.target, file=file, tree_file=tree and file)
 
     @property
     def drafter(self) -> GraphEntry | None:
@@ -265,6 +292,7 @@ class Bundle:
     def _check_fields(self) -> None:
         """Raise `ValueError` for fields that contradict each other."""
         listed = {file for entry in self.graphs.values() for file in entry.files}
+        listed |= {*map(adapter_file, self.adapters)}
         if TARGET not in self.graphs or not listed <= set(self.files):
             raise ValueError("a graph or its file is not listed")
         if self.target.contract.reads:

@@ -44,7 +44,7 @@ from tests.server.serving import started
 
 TRAINED = "stream ppd forecast draft block dflash eagle kangaroo glide falcon chimera"
 MADE = "prompted forecasting with-falcon with-chimera with-glide with-adapter flan"
-MADE += " long with-block with-head streams"
+MADE += " long with-block with-head streams adapted"
 # How commands begin that are held against the real parser but not run, and why.
 ONLY_PARSED = {
     **{f"jetdraft train {n}": "takes minutes; tests/train" for n in TRAINED.split()},

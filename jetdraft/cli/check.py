@@ -259,6 +259,8 @@ def _bundle_lines(bundle: Bundle) -> Iterator[str]:
         if "logit_bias" in options:
             options["logit_bias"] = f"of {len(bundle.generation['logit_bias'])} tokens"
         yield f"defaults    {', '.join(f'{n} {value}' for n, value in options.items())}"
+    if bundle.adapters:
+        yield f"adapters    {', '.join(bundle.adapters)}"
     for line in bundle.passed_over:
         yield f"passed over {line}"
     for name, entry in bundle.graphs.items():

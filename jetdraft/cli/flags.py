@@ -19,7 +19,7 @@ from jetdraft.runtime.planning.registry import AUTO
 
 PATH = click.Path(path_type=Path)  # Arguments and options that are paths.
 # Fields that several verbs share: of `LoadOptions`, then of `GenerateOptions`.
-RUNTIME = ("threads", "provider", "drafter_provider", "streams")
+RUNTIME = ("threads", "provider", "drafter_provider", "streams", "adapter")
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed")
 CONSTRAINTS = ("json_schema", "regex", "grammar")
 DRAFTING = ("method", "num_draft_tokens", "drafting", "exact")

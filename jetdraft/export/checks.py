@@ -10,6 +10,7 @@ from jetdraft.checkpoints.streams import SHARED
 from jetdraft.contracts.step_contract import StepContract
 from jetdraft.devices.providers import HALVES, check_on_cpu
 from jetdraft.errors import OptionError, PairError
+from jetdraft.export.adapters import read_adapter
 from jetdraft.export.export_options import ExportOptions
 from jetdraft.quant.weights import check_stack
 from jetdraft.recipe import GRIDS, KERNELS, Recipe
@@ -59,7 +60,8 @@ def check_experts(
 
 def check_checkpoint(name: str, checkpoint: Checkpoint, options: ExportOptions) -> None:
     """Raise a `JetdraftError` if the options cannot export the checkpoint `name`."""
-    for rule in (_check_source, _check_probes, _check_taps, _check_select):
+    rules = _check_source, _check_probes, _check_taps, _check_select, _check_adapters
+    for rule in rules:
         rule(name, checkpoint, options)
 
 
@@ -139,6 +141,26 @@ def _check_select(name: str, checkpoint: Checkpoint, options: ExportOptions) -> 
     ):
         if is_wrong:
             raise OptionError(f"a selection of KV rows (--select-kv) {fact}")
+
+
+def _check_adapters(name: str, checkpoint: Checkpoint, options: ExportOptions) -> None:
+    folders, taps = options.adapter_folders, checkpoint.taps
+    if not folders or name != TARGET:
+        return
+    kind = options.provider_of(name).name, options.effective_flavour
+    for is_wrong, fact in (
+        (kind != ("cpu", CONTRIB), "run on the CPU; leave --provider and --flavour "
+         "out"),
+        (options.select_kv is not None, "read all KV rows; leave --select-kv out"),
+        (checkpoint.streams or (taps and taps.cut), "change a whole target; leave "
+         "streams, and heads that cut it in halves, out"),
+        (checkpoint.reads_source or checkpoint.embedding,
+         "change a decoder that writes; merge them into the checkpoint"),
+    ):  # fmt: skip
+        if is_wrong:
+            raise OptionError(f"adapters {fact}", "adapters")
+    for folder in folders.values():
+        read_adapter(folder, checkpoint.model)
 
 
 def check_states(

@@ -47,7 +47,9 @@ def compare_acceptance(model: Model) -> tuple[list[float], list[float]] | None:
     record = None if drafter is None else drafter.quantization.get("acceptance")
     if record is None or model.parts.draft_cache is None:
         return None
-    return list(record["by_position"]), measure_acceptance(model, record)
+    adapter = model.parts.options.get("adapter")
+    stored = model.bundle.adapters[adapter] if adapter else record["by_position"]
+    return list(stored), measure_acceptance(model, record)
 
 
 def with_acceptance(bundle: Bundle, prompts: Sequence[Sequence[int]]) -> Bundle:
@@ -61,11 +63,15 @@ def with_acceptance(bundle: Bundle, prompts: Sequence[Sequence[int]]) -> Bundle:
     )
     with Model(bundle) as model:  # to open it would hash gigabytes again
         record["by_position"] = tuple(measure_acceptance(model, record))
+        adapters = {
+            name: tuple(measure_acceptance(model.adapted(name), record))
+            for name in bundle.adapters
+        }
     shutil.rmtree(bundle.path / "profiles", ignore_errors=True)
     drafter = bundle.graphs[DRAFTER]
     fields: dict[str, Any] = {**drafter.quantization, "acceptance": record}
     graphs = {**bundle.graphs, DRAFTER: replace(drafter, quantization=fields)}
-    return replace(bundle, graphs=graphs)
+    return replace(bundle, graphs=graphs, adapters=adapters)
 
 
 def has_fallen(stored: Sequence[float], now: Sequence[float]) -> bool:

@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from jetdraft.bundle import CONTRIB, DRAFTER, FLAVOURS, TARGET
+from jetdraft.bundle import CONTRIB, DRAFTER, FLAVOURS, TARGET, is_adapter_name
 from jetdraft.contracts.constants import CAPACITY, MAX_WIDTH, MIN_SELECTED
 from jetdraft.devices.providers import Provider, provider_named
-from jetdraft.errors import OptionError
+from jetdraft.errors import OptionError, printable
 from jetdraft.quant.choice import Limit
 from jetdraft.recipe import KERNELS, Recipe
 
@@ -28,7 +28,8 @@ class ExportOptions:
     `adapter_scale`, 0 to 1, is how far streams of the shared mode move the weights.
     `calibration` is a text file for all measures; without it the target writes a text.
     A drafter drafts the `draft_vocab` tokens that are most frequent there, or all. A
-    graph can read `select_kv` of the committed rows.
+    graph can read `select_kv` of the committed rows. Each of `adapters` is NAME=FOLDER,
+    with a folder of peft.
 
         ExportOptions(recipe=Recipe("int8", block_size=32), capacity=1024)
     """
@@ -48,6 +49,7 @@ class ExportOptions:
     fast: bool = False
     draft_vocab: int | None = None
     select_kv: int | None = None
+    adapters: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.dtype not in (None, *DTYPES):
@@ -118,6 +120,21 @@ class ExportOptions:
                 f"{' in '.join(kernel)} has no kernel for {recipe.name}; choose int8, "
                 f"or {option} cpu and --dtype fp32"
             )
+
+    @property
+    def adapter_folders(self) -> dict[str, Path]:
+        """The folders of `adapters` by their names; raises `OptionError`."""
+        folders = dict[str, Path]()
+        for text in self.adapters:
+            name, _, folder = text.partition("=")
+            if not is_adapter_name(name) or not folder or name in folders:
+                raise OptionError(
+                    f"adapter {printable(text, 60)!r} is not NAME=FOLDER with a new "
+                    "name of letters, digits, dots and dashes",
+                    "adapters",
+                )
+            folders[name] = Path(folder)
+        return folders
 
     def provider_of(self, name: str) -> Provider:
         beside = self.drafter_provider if name == DRAFTER else None

@@ -173,6 +173,7 @@ def _make_bundle(
         flavour=options.effective_flavour,
         drafter_provider=options.drafter_provider,
         start_token_ids=target.start_token_ids,
+        adapters=dict.fromkeys(options.adapter_folders, ()),
         tools=versions,
         **{name: getattr(target, name) for name in copied},
     )

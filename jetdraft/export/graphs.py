@@ -1,4 +1,4 @@
-"""The graphs of a model, in the order of writing: chain, halves, tree, selecting."""
+"""The graphs of a model as written: chain, with LoRA, halves, tree, selecting."""
 
 import hashlib
 import tempfile
@@ -11,12 +11,13 @@ import onnx
 import onnx_ir as ir
 from torch import Tensor
 
-from jetdraft.bundle import SCATTERED, STREAMS, TARGET
+from jetdraft.bundle import SCATTERED, STREAMS, TARGET, adapter_file
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.parameters import make_inputs_constant
 from jetdraft.checkpoints.streams import StreamedModel
 from jetdraft.contracts.step_contract import SCORES, StepContract
 from jetdraft.errors import UnsupportedModelError
+from jetdraft.export.adapters import Pairs, add_adapters, keep_adapter, read_adapter
 from jetdraft.export.attentions import attentions, is_shared, quantize_cache, windowed
 from jetdraft.export.derived import (
     drop_extra_values,
@@ -60,6 +61,13 @@ class Job:
         """Whether `jetdraft.native` attends: it has no buffers of integers."""
         return self.options.kernel_of(self.name) == KERNELS[0] and not self.scales
 
+    @property
+    def adapters(self) -> dict[str, Pairs]:
+        """The LoRA of the target's adapters, by their names."""
+        folders = self.options.adapter_folders if self.name == TARGET else {}
+        model = self.checkpoint.model
+        return {name: read_adapter(f, model) for name, f in folders.items()}
+
     def graph_file(self, kind: str) -> Path:
         """Return the file of another graph of this model, for example "tree"."""
         return self.folder / f"{self.name}-{kind}.onnx"
@@ -79,6 +87,7 @@ def write_graphs(job: Job, entry: GraphEntry) -> GraphEntry:
     else:
         step = _make_plain_step(job, entry.contract)
     entry = write_chain(job, entry, step)
+    _write_adapted(job, entry)
     entry = _write_halves(job, entry, step)
     entry = write_tree(job, entry)
     return _write_selection(job, entry)
@@ -119,6 +128,9 @@ def write_chain(job: Job, entry: GraphEntry, step: Step) -> GraphEntry:
         forms |= dict.fromkeys(names, "floats")
         rotation_nodes = job.options.provider_of(job.name).name == "webgpu"
         fuse(model, entry.contract, forms, rotation_nodes, job.own_attention)
+    if adapters := job.adapters:
+        dtype = entry.contract.dtype
+        add_adapters(model.graph, adapters, job.checkpoint.model, dtype)
     job.report(stage, 1, 1)
     stage = f"quantize {job.name}"
     report = partial(job.report, stage)
@@ -153,6 +165,26 @@ def _save_with_weights(model: ir.Model, file: Path) -> None:
     for node in model.graph:
         node.metadata_props.clear()  # drops stack traces with this machine's paths
     ir.save(model, file, external_data=f"{file.name}.data")
+
+
+def _write_adapted(job: Job, entry: GraphEntry) -> None:
+    """Write the widest graph with each adapter, and the chain graph without them."""
+    names, chain = [*job.adapters], job.folder / entry.file
+    for name in names:
+        model = ir.load(chain)
+        keep_adapter(model, name)
+        ir.save(_as_tree(job, entry, model) or model, job.folder / adapter_file(name))
+    if names:
+        model = ir.load(chain)
+        keep_adapter(model, "")
+        ir.save(model, chain)
+
+
+def _as_tree(job: Job, entry: GraphEntry, chain: ir.Model) -> ir.Model | None:
+    """Make a chain graph a tree graph, in place; None if it cannot be a tree graph."""
+    if entry.contract.states or job.checkpoint.embedding:
+        return None
+    return make_tree_graph(chain, entry.contract, job.checkpoint.source)
 
 
 def _write_halves(job: Job, entry: GraphEntry, step: Step) -> GraphEntry:
@@ -199,10 +231,7 @@ def _write_split(job: Job, entry: GraphEntry, step: Step) -> Halves:
 
 def write_tree(job: Job, entry: GraphEntry) -> GraphEntry:
     """Write the tree graph and its compaction, if the model can have a tree graph."""
-    if entry.contract.states or job.checkpoint.embedding:
-        return entry
-    chain = ir.load(job.folder / entry.file)
-    model = make_tree_graph(chain, entry.contract, job.checkpoint.source)
+    model = _as_tree(job, entry, ir.load(job.folder / entry.file))
     if model is None:
         return entry
     tree, compaction = map(job.graph_file, ("tree", "compaction"))

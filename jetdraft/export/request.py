@@ -60,6 +60,13 @@ class ExportRequest:
     adapter_scale: float = _checkpoint(
         1.0, "How far streams of the shared mode move the target from its base, 0 to 1."
     )
+    adapters: tuple[str, ...] = _checkpoint(
+        (),
+        "LoRA in a folder of peft, which texts can ask for by its name; give the "
+        "option again for each further adapter.",
+        names=("--adapter",),
+        metavar="NAME=FOLDER",
+    )
     capacity: int = _checkpoint(
         CAPACITY, "The most tokens of a prompt and its text together."
     )
@@ -223,7 +230,7 @@ def export(request: ExportRequest) -> Bundle:
 # The fields that are `ExportOptions` as they are.
 _COPIED_FIELDS = (
     *("dtype", "capacity", "flavour", "kernel", "adapter_scale", "provider"),
-    *("drafter_provider", "fast", "draft_vocab", "select_kv"),
+    *("drafter_provider", "fast", "draft_vocab", "select_kv", "adapters"),
 )
 
 

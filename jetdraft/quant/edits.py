@@ -17,6 +17,7 @@ STORED = "stored"  # Of a constant tensor: the torch tensor of the checkpoint.
 TURNED = "turned"  # The same of a constant that is its transpose.
 SPILL = "spill"  # Of a graph: a file that has its large arrays until it is written.
 SPILLED_BYTES = 1 << 20  # Of the smallest of these arrays.
+ADAPTER = "adapter/"  # How the names of nodes begin that add LoRA to a product.
 Array = npt.NDArray[np.generic]
 
 

@@ -63,6 +63,7 @@ class Quantization:
         graph = model.graph
         graph.meta[edits.SPILL] = spill
         floats, choices = set(routers(graph)), list(find_choices(graph))
+        floats |= {n for n in graph if str(n.name).startswith(edits.ADAPTER)}
         products = [n for n in graph if _constant_matrix(n) and n not in floats]
         total = len(choices) + len(products)
         for done, choice in enumerate(choices, start=1):
@@ -278,6 +279,12 @@ def _constant_matrix(node: ir.Node) -> tuple[ir.Value, bool] | None:
     if constant is None or len(constant.shape) != 2:
         return None
     return value, transpose is not None
+
+
+def product_names(node: ir.Node) -> list[str]:
+    """The checkpoint's names of the matrices that a MatMul reads; [] for others."""
+    matrix = _constant_matrix(node)
+    return _checkpoint_names(matrix[0]) if matrix else []
 
 
 @dataclass(frozen=True)

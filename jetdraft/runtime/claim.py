@@ -26,20 +26,21 @@ class StoppedError(Exception):
 class Idle:
     """Does steps of work between generations; a generation waits for one pass at most.
 
-    The thread does not keep the object of the bound method `work` alive. `before` runs
-    once, before the first step, and does not touch the buffers. With `is_done` no step
-    is left.
+    `before` runs once, before the first step, and does not touch the buffers.
     """
 
-    def __init__(
-        self, work: Work, before: Callable[[], object], is_done: bool = False
-    ) -> None:
-        self._work, self._before = WeakMethod(work), before
-        self._is_prepared, self._is_done = False, is_done
+    def __init__(self, before: Callable[[], object]) -> None:
+        self._works, self._before = list[WeakMethod[Work]](), before
+        self._is_prepared = self._is_done = False
         self._buffers, self._count = Lock(), Lock()
         self._users = 0
         self._must_wait = Event()
         self._thread: Thread | None = None
+
+    def add(self, work: Work) -> None:
+        """Add a bound method; the thread does not keep its object alive."""
+        self._works.append(WeakMethod(work))
+        self._is_done = False
 
     def start(self) -> None:
         """Start the thread that does the steps, unless it runs or no step is left."""
@@ -83,11 +84,11 @@ class Idle:
 
     def _do_step(self) -> bool:
         with self._buffers:
-            work = self._work()
-            if self._must_stop() or work is None:
+            works = [work for known in self._works if (work := known())]
+            if self._must_stop() or not works:
                 return False
             try:
-                self._is_done = not work(self._must_stop)
+                self._is_done = not any(work(self._must_stop) for work in works)
                 return not self._is_done
             except StoppedError:
                 return False

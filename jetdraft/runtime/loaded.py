@@ -149,14 +149,23 @@ class LoadedBundle:
         self.bundle, self.options = bundle, options
         threads = options.get("threads")
         self.threads = default_threads() if threads is None else threads
+        adapter = options.get("adapter")
+        # A twin shares measurements too, and a model with another adapter does not.
+        twin = like if like and like.options.get("adapter") == adapter else None
         if like is None:
             target, drafter, placement = self._choose_providers()
-            self.profiles = Profiles(bundle, placement, self.threads)
+        else:
+            placement = like.profiles.machine["provider"]
+        measured = bundle, placement, self.threads, adapter
+        self.profiles: Profiles = twin.profiles if twin else Profiles(*measured)
+        if like is None:
             self._opener, self._drafter_opener = self._make_openers(target, drafter)
         else:
-            self.profiles = like.profiles
             self._opener, self._drafter_opener = like._opener, like._drafter_opener
         self.provider = self._opener.provider.name
+        if adapter is not None:
+            fix = "choose --provider cpu, or leave --adapter out"
+            check_on_cpu("adapters run", self.provider, fix, "adapter")
         self.store = self.similarity = None
         vocab_size = bundle.target.contract.vocab_size
         if (file := options.get("store")) is not None:
@@ -169,7 +178,8 @@ class LoadedBundle:
             reading = thread.submit(
                 lambda: like.text if like else TextCodec(bundle.tokenizer)
             )
-            self.target: Graph = self._opener.graph(bundle.target, self._upper_weights)
+            entry = bundle.adapted(adapter)
+            self.target: Graph = self._opener.graph(entry, self._upper_weights)
             self.drafter = self._open_drafter()
             self.text = reading.result()
         self.prefix = Prefix(self.target)
@@ -181,16 +191,17 @@ class LoadedBundle:
             self._open_learning() if like is None else like.learning
         )
         self._curve: Curve | None = None
-        if like is None:
+        self._idle: Idle = like._idle if like else Idle(use_huge_pages)
+        self.claim = Claim(self._idle)
+        if twin is None:
             self.survey = Survey(self.target, self.drafter, self.profiles)
             self._tuned = self.profiles.read_tuning()
-            embeds = bundle.embedding is not None  # its passes have no other width
-            self._idle = Idle(self.survey.step, use_huge_pages, embeds)
-            self.claim = self._survey_claim = Claim(self._idle)
+            if bundle.embedding is None:  # its passes have no other width
+                self._idle.add(self.survey.step)
+            self._survey_claim = self.claim
         else:
-            self.survey, self._tuned = like.survey, like._tuned
-            self._idle, self.claim = like._idle, Claim(like._idle)
-            self._survey_claim = like._survey_claim
+            self.survey, self._tuned = twin.survey, twin._tuned
+            self._survey_claim = twin._survey_claim
 
     @property
     def widths(self) -> Widths:

@@ -81,6 +81,7 @@ class Model:
         if like is None and (has_survey or bundle.embedding is not None):
             start_using_huge_pages()
         self._template: ChatTemplate | None = None
+        self._adapted: dict[str, Model] = {}
         self.method = method or AUTO
         if method is not None:
             self.planner.proposer_set(Drafting(method))  # refuses an unknown method
@@ -454,8 +455,23 @@ class Model:
         """Another model with its own buffers; on the CPU it has the same weights."""
         return Model(self.bundle, self.parts.options, self.method, like=self)
 
+    def adapted(self, adapter: str) -> Model:
+        """The model with another adapter: the same weights, and its own buffers.
+
+        It is made once, and closed with this model. Raises `OptionError`.
+
+            model.adapted("sql").generate("SELECT")
+        """
+        if adapter not in self._adapted:
+            options: LoadOptions = {**self.parts.options, "adapter": adapter}
+            changed = Model(self.bundle, options, self.method, like=self)
+            self._adapted[adapter] = changed
+        return self._adapted[adapter]
+
     def close(self) -> None:
         """Free all memory; later calls, except for `close`, raise `JetdraftError`."""
+        for changed in self._adapted.values():
+            changed.close()
         if (parts := self._parts) is not None:  # another thread may close it too
             parts.claim.close()
         self._parts = self._planner = None

@@ -92,7 +92,9 @@ class Service:
         origins: Sequence[str] = (),
         prefixes: Path | None = None,
     ) -> None:
-        self.pool, self.name, self.limits = pool, name, limits
+        self.pool, self.limits = pool, limits
+        # The models in requests: the bundle's, and with each adapter by its name.
+        self.name, self.names = name, [name, *pool.models[0].bundle.adapters]
         self._origins, self._key = tuple(origins), api_key
         self._admission, self._model = Admission(api_key), pool.models[0]
         parts = self._model.parts
@@ -171,32 +173,30 @@ class Service:
         return Response(self.metrics.text(), media_type="text/plain; version=0.0.4")
 
     async def _list_models(self, request: Request) -> Json:
-        ends = {"first_id": self.name, "last_id": self.name, "has_more": False}
-        return {"object": "list", "data": [self._model_entry()], **ends}
+        ends = {"first_id": self.name, "last_id": self.names[-1], "has_more": False}
+        return {"object": "list", "data": [*map(self._model_entry, self.names)], **ends}
 
     async def _serve_version(self, request: Request) -> Json:
         return {"version": __version__}
 
     async def _tell_ollama(self, request: Request) -> Json:
         """List the model, or show it to a POST request."""
-        fields = ollama_api.model_fields(self.name, self._model)
+        fields = partial(ollama_api.model_fields, model=self._model)
         if request.method != "POST":
-            return {"models": [fields]}
+            return {"models": [*map(fields, self.names)]}
         asked = await self._read_object(request)
-        name = asked.get("model", asked.get("name", self.name))
-        self._check_model_name(str(name).removesuffix(":latest"))
-        return fields
+        name = str(asked.get("model", asked.get("name", self.name)))
+        return fields(self._checked_name(name.removesuffix(":latest")))
 
     async def _serve_model(self, request: Request) -> Json:
-        self._check_model_name(request.path_params["name"])
-        return self._model_entry()
+        return self._model_entry(self._checked_name(request.path_params["name"]))
 
-    def _model_entry(self) -> Json:
+    def _model_entry(self, name: str) -> Json:
         capacity = self._model.parts.target.contract.capacity
         return {
-            "id": self.name,
+            "id": name,
             **{"object": "model", "created": 0, "owned_by": "jetdraft"},
-            **{"type": "model", "display_name": self.name, "lifecycle": "active"},
+            **{"type": "model", "display_name": name, "lifecycle": "active"},
             "created_at": "1970-01-01T00:00:00Z",
             **{"max_input_tokens": capacity, "context_window": capacity},
             "max_tokens": self.limits.max_new_tokens,
@@ -212,7 +212,7 @@ class Service:
             self._count_request(request, 200)
             return JSONResponse(fields)
         body, chat = dialect.body(asked)
-        self._check_model_name(body.get("model", self.name))
+        name = self._checked_name(body.get("model", self.name))
         limits, defaults = self.limits, self._model.defaults
         wanted = GenerationRequest.of(body, chat, limits.max_new_tokens, defaults)
         if wanted.count > 1 and dialect not in (CHATS, COMPLETIONS):
@@ -222,7 +222,7 @@ class Service:
         seconds = wanted.options.get("max_seconds", limits.max_seconds)
         wanted.options["max_seconds"] = min(seconds, limits.max_seconds)
         codec = self._model.parts.text
-        reply = Reply(wanted, self.name, codec, self._fingerprint, asked)
+        reply = Reply(wanted, name, codec, self._fingerprint, asked)
         job = self._start_job(request, wanted)
         if wanted.streamed:
             first = await job.wait(request.receive, job.next())
@@ -235,7 +235,7 @@ class Service:
 
     async def _serve_embeddings(self, request: Request) -> Json:
         body = await self._read_object(request)
-        self._check_model_name(body.get("model", self.name))
+        self._checked_name(body.get("model", self.name))
         wanted = EmbeddingRequest.of(body, self.limits.max_seconds)
         job = self._start_job(request, wanted)
         return await self._finish(request, job, partial(wanted.answer, self.name))
@@ -278,8 +278,8 @@ class Service:
         data = await self._read_body(request, FORM_TYPE, self.limits.max_sound_bytes)
         wanted = TranscriptionRequest.of(data, request.headers["content-type"])
         del data  # the request waits for a model with the sound alone
-        if wanted.model is not None:
-            self._check_model_name(wanted.model)
+        if wanted.model:
+            self._checked_name(wanted.model)
         wanted.options["max_seconds"] = self.limits.max_seconds
         job = self._start_job(request, wanted)
         return await self._finish(request, job, wanted.response)
@@ -317,10 +317,13 @@ class Service:
             raise RequestError("the client has gone", status=499) from None
         return data
 
-    def _check_model_name(self, name: object) -> None:
-        if name != self.name:
-            fact = f"there is no model {name!r}; ask for {self.name!r}"
+    def _checked_name(self, name: Any) -> str:
+        """Return the name of a model or adapter; raises `RequestError`."""
+        if name not in self.names:
+            known = " or ".join(map(repr, self.names))
+            fact = f"there is no model {name!r}; ask for {known}"
             raise RequestError(fact, "model", 404, "model_not_found")
+        return str(name)
 
     async def _refuse(self, request: Request, error: Exception) -> Response:
         """Answer and count an error, in the shape of the API that was asked."""

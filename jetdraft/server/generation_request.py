@@ -72,9 +72,13 @@ MAX_SOURCE_CHARS = 64_000
 
 @dataclass(frozen=True, kw_only=True)
 class ModelRequest:
-    """What a client asks of a model, with the `options` of what computes it."""
+    """What a client asks of a model, with the `options` of what computes it.
+
+    `model` is the name of the model, "" for the only model, or the name of an adapter.
+    """
 
     options: dict[str, Any]
+    model: str = ""
 
     @property
     def count(self) -> int:
@@ -149,6 +153,7 @@ class GenerationRequest(ModelRequest):
             messages=_read_messages(body.get("messages")) if chat else [],
             tools=_read_tools(body, options),
             options=options,
+            model=body.get("model", ""),
             streamed=body.get("stream", False),
             usage=isinstance(chunks, dict) and bool(chunks.get("include_usage")),
             drafted=body.get("include_drafted", False),
@@ -170,7 +175,7 @@ class GenerationRequest(ModelRequest):
 
     @property
     def beginning(self) -> str:
-        return json.dumps([*self.prompts[:1], *self.messages]).rstrip('"]')
+        return json.dumps([self.model, *self.prompts[:1], *self.messages]).rstrip('"]')
 
     def streams(self, model: Model) -> Iterator[Stream]:
         """Start the texts in turn: i has the seed plus i, all share `max_seconds`."""

@@ -256,6 +256,9 @@ class Job:
         """Generate, and hand pieces and results to `next`; runs in the thread."""
         prefixes, prompts = self._queue.prefixes, list[Sequence[int]]()
         request, written = self._request, 0
+        if request.model in model.bundle.adapters:  # the files are of no adapter
+            self._model = model = model.adapted(request.model)
+            prefixes = None
         for started in request.streams(model):
             with closing(started) as stream:
                 self._stream = stream

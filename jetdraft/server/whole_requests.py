@@ -38,12 +38,11 @@ MAX_INPUTS = 2048
 class TranscriptionRequest(ModelRequest):
     """A request for a transcript, read from a form.
 
-    `data` is a WAV file, `model` the name of a model or None, `wanted` has language and
-    task, `options` are keywords of `Model.transcription`, `form` is one of `FORMATS`.
+    `data` is a WAV file, `wanted` has language and task, `options` are keywords of
+    `Model.transcription`, `form` is one of `FORMATS`.
     """
 
     data: bytes
-    model: str | None
     wanted: TranscribeOptions
     form: str
 
@@ -78,7 +77,7 @@ class TranscriptionRequest(ModelRequest):
         Options.of(**options)  # refuses bad options
         return cls(
             data=fields["file"][0],
-            model=texts.get("model"),
+            model=texts.get("model", ""),
             wanted=TranscribeOptions(texts.get("language") or None),
             options=options,
             form=form,

@@ -430,7 +430,7 @@ async def test_a_model_given_to_who_just_left_goes_on():
 
 
 class Windows:
-    max_seconds, count, beginning = 30.0, 1, ""
+    max_seconds, count, beginning, model = 30.0, 1, "", ""
 
     def __init__(self):
         self.started, self.cancelled = threading.Event(), threading.Event()
@@ -455,9 +455,9 @@ class Windows:
 
 
 def job_of(stream):
-    return Job(
-        RequestQueue([SimpleNamespace(cancel=lambda: None)], 1, 30.0), stream, "a"
-    )
+    bundle = SimpleNamespace(adapters={})
+    model = SimpleNamespace(cancel=lambda: None, bundle=bundle)
+    return Job(RequestQueue([model], 1, 30.0), stream, "a")
 
 
 @story

@@ -90,10 +90,18 @@ _READ_ERRORS = (OSError, ValueError, KeyError, TypeError, AttributeError)
 
 
 class Profiles:
-    """Reads and writes measurements; the `provider` of a pair can be "cuda+cpu"."""
+    """Reads and writes measurements, of an `adapter` of the target or without it.
 
-    def __init__(self, bundle: Bundle, provider: str, threads: int) -> None:
+    The `provider` of a pair can be "cuda+cpu".
+    """
+
+    def __init__(
+        self, bundle: Bundle, provider: str, threads: int, adapter: str | None = None
+    ) -> None:
         folder, name = bundle.path / "profiles", f"{provider}-{threads}"
+        target = bundle.sha256
+        if adapter is not None:
+            name, target = f"{name}-adapter-{adapter}", f"{target} with {adapter}"
         self.file = folder / f"{name}.json"
         self.tuning_file = folder / f"{name}-tuning.json"
         self.acceptance_file = folder / "acceptance.npz"
@@ -103,7 +111,7 @@ class Profiles:
             "provider": provider,
             "threads": threads,
             "onnxruntime": ort.__version__,
-            "bundle": bundle.sha256,
+            "bundle": target,
         }
         with suppress(ProviderError):
             self.machine["isa"] = isa()

@@ -69,6 +69,13 @@ class LoadOptions(TypedDict, total=False):
         str | Path | None,
         _runtime("A streams.npz of the same base; default: the streams in the bundle."),
     ]
+    adapter: Annotated[
+        str | None,
+        _runtime(
+            "The adapter of the export that changes the target; default: no adapter.",
+            metavar="NAME",
+        ),
+    ]
     store: Annotated[
         str | Path | None,
         _drafting(

@@ -115,7 +115,7 @@ def load_prefix(
     tokens: list[int] = ids.tolist()
     if not isinstance(origin, dict) or origin.get("bundle") != identity["bundle"]:
         raise BundleError(
-            f"{file} was saved with another bundle; save it again with this one"
+            f"{file} was saved with another bundle or adapter; save it again here"
         )
     forms = {
         f"{owner}/{name}": form
