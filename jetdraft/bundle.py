@@ -8,6 +8,7 @@ target-lower.onnx, target-upper.onnx, ...   the target in two halves
 drafter.onnx, drafter-tree.onnx, ...   the same graphs of a drafter
 target-encoder.onnx, ...   the encoder of a target that reads a source
 drafter-vocabulary.npy   the draft vocabulary of a head: its token ids
+target-vision.onnx   the encoder of a target that reads pictures
 streams.npz       the weights of the streams, for a target with streams
 similarity.npy    small embeddings of the target: they find similar requests
 tokenizer.json, chat_template.jinja   if the checkpoint has them
@@ -37,7 +38,7 @@ from jetdraft.manifest import (
     seal_hash,
     sha256_of,
 )
-from jetdraft.parsing import Count, Rule, one_of, read_fields
+from jetdraft.parsing import Count, Rule, Size, in_range, one_of, read_fields
 
 # Graphs with onnxruntime's operators, with ai.onnx only, and without TensorScatter.
 CONTRIB, STANDARD, SCATTERED = FLAVOURS = "contrib", "standard", "standard-scatternd"
@@ -141,6 +142,39 @@ class Embedding:
     default_prompt: str | None = None
 
 
+SPLIT, GRID, WHOLE = "split", "grid", "whole"  # Values of `Vision.tiling`.
+TEXTS = ("begin", "tile", "line", "grid", "whole", "end")  # Keys of `Vision.text`.
+MAX_TILES = 1 << 10
+
+
+@dataclass(frozen=True)
+class Vision:
+    """How a model reads pictures, from its config and its image processor's.
+
+    The graph in `file` makes `rows` rows of a tile, float32 [1, 3, `side`, `side`] with
+    this `mean` and `std`; their ids begin at `first_row`. By `tiling` a picture is split
+    after its longer edge is resized to `edge`, or fills the best grid of `least_tiles`
+    to `most_tiles`, or is resized to one tile; `filter` is Pillow's. A prompt has the
+    text `token` for each picture, which becomes: `text["begin"]`, "tile" before each
+    tile, "line" after each row of tiles, "grid" after all, "whole" before the tile with
+    the whole picture, and "end".
+    """
+
+    file: FileName
+    token: str
+    first_row: Count
+    rows: Size
+    side: Size
+    tiling: Annotated[str, one_of(SPLIT, GRID, WHOLE)]
+    edge: Count
+    least_tiles: Size
+    most_tiles: Annotated[int, in_range(1, MAX_TILES)]
+    filter: Annotated[str, one_of("bilinear", "bicubic", "lanczos")]
+    mean: tuple[float, float, float]
+    std: tuple[float, float, float]
+    text: dict[str, str]
+
+
 # The order of its fields is their order in the manifest.
 @dataclass(frozen=True, kw_only=True)
 class Bundle:
@@ -152,8 +186,8 @@ class Bundle:
     `passed_over` has a line for each field of the checkpoint that is ignored but would
     change the text. `special_tokens` are the tokenizer's, by their names in the chat
     template. `start_token_ids` begin the text of an encoder-decoder, and are empty for
-    a decoder alone. `speech` is None for a model of text, and `embedding` for a model
-    that writes.
+    a decoder alone. `speech` is None for a model of text, `embedding` for a model that
+    writes, and `vision` for a model without eyes.
 
         Bundle.open("bundle").generation  # {"temperature": 0.6, "top_p": 0.95}
     """
@@ -172,6 +206,7 @@ class Bundle:
     start_token_ids: tuple[Count, ...] = ()
     speech: Speech | None = None
     embedding: Embedding | None = None
+    vision: Vision | None = None
     tools: dict[str, str]
     files: dict[FileName, FileRecord] = field(default_factory=dict)
 
@@ -279,6 +314,11 @@ class Bundle:
             raise ValueError("a model that hears has tokens of speech")
         if self.embedding and not contract.feature_size:
             raise ValueError("a model that embeds gives its states")
+        vision = self.vision
+        if bool(vision) != bool(contract.picture_size) or (
+            vision and (vision.file not in self.files or vision.text.keys() != {*TEXTS})
+        ):
+            raise ValueError("a model that sees has an encoder of pictures")
 
     def to_json(self) -> dict[str, Any]:
         """Return the manifest's fields, with their hash in the field `SEAL`."""

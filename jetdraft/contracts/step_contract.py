@@ -65,6 +65,7 @@ SOURCE = "source"  # The name of the dynamic axis of a source's tokens.
 STATE_ROWS = TensorSpec("state_rows", "int64", (2,))
 # The inputs with the row and the stream of each probe, and with the prefix rows.
 _PROBE_INPUTS = [TensorSpec(f"probe_{n}", "int64", (PROBES,)) for n in ("rows", "ids")]
+PICTURES = "pictures"  # The input with the rows of pictures.
 PREFIX_ROWS = TensorSpec("prefix_rows", "int64", (PREFIX,))
 
 
@@ -96,6 +97,7 @@ class StepContract:
     value). A pass of at most `WIDEST` rows leaves these as they were, keeps its rows
     behind them or in a tensor (WIDEST, numbers); the next pass takes up those that were
     committed. A wider pass is committed whole. A row chooses `experts` of all layers.
+    Instead of an embedding it may read one of `capacity` rows of `picture_size`.
 
         contract = StepContract(
             vocab_size=4096, capacity=2048, max_width=128, dtype="float32",
@@ -130,6 +132,7 @@ class StepContract:
     selection: Selection | None = None
     states: tuple[tuple[Size, ...], ...] = ()
     experts: Count = 0
+    picture_size: Count = 0
 
     def __post_init__(self) -> None:
         contradictions = {
@@ -205,10 +208,17 @@ class StepContract:
             *((SOURCE_LENGTH, *self.cross_inputs) if self.source_slots else ()),
             *([SELECTING] if self.selection else []),
             *self.selections("past"),
+            *([self.pictures] if self.pictures else []),
             *([STATE_ROWS] if self.states else []),
             *self.buffers("past"),
             *self.state_tensors("past"),
         )
+
+    @property
+    def pictures(self) -> TensorSpec | None:
+        """The input with the rows of pictures, which stand for embeddings, or None."""
+        shape = self.capacity, self.picture_size
+        return TensorSpec(PICTURES, self.dtype, shape) if self.picture_size else None
 
     @property
     def recent_ids(self) -> TensorSpec:

@@ -21,6 +21,7 @@ from jetdraft.bundle import (
     TARGET,
     TOKENIZER,
     Bundle,
+    Vision,
     check_pair,
 )
 from jetdraft.checkpoints.attention import relative_bias_module
@@ -53,7 +54,7 @@ from jetdraft.export.draft_vocab import (
 )
 from jetdraft.export.drafters import head_taps, load_draft_head, write_head_graphs
 from jetdraft.export.export_options import DTYPES, ExportOptions
-from jetdraft.export.graphs import Job, Progress, write_graphs
+from jetdraft.export.graphs import Job, Progress, write_graphs, write_vision
 from jetdraft.export.measures import Measures
 from jetdraft.export.seams import (
     check_seams,
@@ -125,7 +126,10 @@ def export(
             graphs[DRAFTER] = write_head_graphs(
                 jobs[TARGET][0], graphs[TARGET], head, reader, measures.overlaps
             )
-        bundle = _make_bundle(folder, graphs, models[TARGET], options)
+        vision = None
+        if models[TARGET].reads_pictures:
+            vision = write_vision(jobs[TARGET][0], contracts[TARGET])
+        bundle = _make_bundle(folder, graphs, models[TARGET], options, vision)
         _write_texts(folder, models[TARGET])
         bundle.save()
         on_cpu = all(options.provider_of(name).name == "cpu" for name in graphs)
@@ -155,6 +159,7 @@ def _make_bundle(
     graphs: dict[str, GraphEntry],
     target: Checkpoint,
     options: ExportOptions,
+    vision: Vision | None,
 ) -> Bundle:
     tools = ("jetdraft", "torch", "transformers", "optimum", "onnx", "onnxruntime")
     versions = {}
@@ -173,6 +178,7 @@ def _make_bundle(
         drafter_provider=options.drafter_provider,
         start_token_ids=target.start_token_ids,
         tools=versions,
+        vision=vision,
         **{name: getattr(target, name) for name in copied},
     )
 
@@ -263,6 +269,9 @@ def _make_contract(
         else 0,
         feature_size=checkpoint.taps.size if checkpoint.taps else 0,
         draft_vocab=draft_vocab if name == DRAFTER else 0,
+        picture_size=model.get_input_embeddings().weight.shape[1]
+        if name == TARGET and checkpoint.reads_pictures
+        else 0,
     )
     if probes is not None:
         contract = replace(contract, streams=probes.gamma)

@@ -11,10 +11,11 @@ import onnx
 import onnx_ir as ir
 from torch import Tensor
 
-from jetdraft.bundle import SCATTERED, STREAMS, TARGET
+from jetdraft.bundle import SCATTERED, STREAMS, TARGET, Vision
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.parameters import make_inputs_constant
 from jetdraft.checkpoints.streams import StreamedModel
+from jetdraft.checkpoints.vision import read_vision
 from jetdraft.contracts.step_contract import SCORES, StepContract
 from jetdraft.errors import UnsupportedModelError
 from jetdraft.export.attentions import attentions, is_shared, quantize_cache, windowed
@@ -28,7 +29,7 @@ from jetdraft.export.derived import (
 from jetdraft.export.export_options import ExportOptions
 from jetdraft.export.fusing import fuse, replace_gather_nd
 from jetdraft.export.selected_attention import add_selection
-from jetdraft.export.source_step import EncoderStep, SourceStep
+from jetdraft.export.source_step import EncoderStep, SourceStep, VisionStep
 from jetdraft.export.step import CUT, ProbeStep, Step, StreamStep, write_probe_weights
 from jetdraft.export.tracer import trace
 from jetdraft.manifest import GraphEntry, Halves
@@ -36,7 +37,7 @@ from jetdraft.native import DOMAIN
 from jetdraft.quant.blocks import Floats
 from jetdraft.quant.edits import PARAMETER
 from jetdraft.quant.weights import Quantization, routers
-from jetdraft.recipe import KERNELS
+from jetdraft.recipe import GRIDS, KERNELS, RUNGS, Recipe
 
 Progress = Callable[[str, int, int], None]  # Stage, steps done, steps in all.
 
@@ -147,6 +148,25 @@ def write_encoder(job: Job, entry: GraphEntry, quantizer: Quantization) -> Graph
     _save_with_weights(model, file)
     job.report(stage, 1, 1)
     return replace(entry, encoder_file=file.name)
+
+
+def write_vision(job: Job, contract: StepContract) -> Vision:
+    """Write the graph that encodes pictures, in 8 bits unless the target has floats."""
+    file = job.graph_file("vision")
+    stage = "trace the pictures' encoder"
+    job.report(stage, 0, 1)
+    first_row = job.checkpoint.model.get_input_embeddings().weight.shape[0]
+    tower, vision = read_vision(job.checkpoint.source, first_row, file.name)
+    names = {id(weight): f"vision.{n}" for n, weight in tower.named_parameters()}
+    model = trace(VisionStep(tower, contract, vision), names)
+    quantizer = job.quantization
+    if quantizer.recipe.bits is not None:
+        kernel = KERNELS[quantizer.standard or quantizer.recipe.scheme not in GRIDS]
+        recipe = Recipe.parse(RUNGS[kernel][-1])
+        Quantization(recipe, standard=quantizer.standard).apply(model)
+    _save_with_weights(model, file)
+    job.report(stage, 1, 1)
+    return vision
 
 
 def _save_with_weights(model: ir.Model, file: Path) -> None:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutput
 
+from jetdraft.bundle import Vision
 from jetdraft.checkpoints.attention import (
     CrossCache,
     KeysAndValues,
@@ -18,6 +19,8 @@ from jetdraft.checkpoints.attention import (
     relative_bias_module,
 )
 from jetdraft.contracts.constants import HIDDEN
+from jetdraft.contracts.step_contract import StepContract
+from jetdraft.contracts.tensors import TensorSpec
 from jetdraft.export.step import Specs, Step, dtype_of, make_state, zeros
 
 _TRACED_SOURCE = 9  # Tokens of the source that the tracer sees.
@@ -157,6 +160,27 @@ class EncoderStep(Step):
             _as_buffer(side(states), spec.shape, fills)
             for side, spec in zip(sides, self.contract.cross_inputs, strict=True)
         ]
+
+
+class VisionStep(Step):
+    """The pass of the encoder of pictures: the rows of one tile of its pixels."""
+
+    def __init__(self, tower: Any, contract: StepContract, vision: Vision) -> None:
+        super().__init__(tower, contract)
+        self._vision = vision
+
+    @property
+    def declared_tensors(self) -> tuple[Specs, Specs, Specs]:
+        side, rows = self._vision.side, (1, self._vision.rows, self.contract.picture_size)
+        pixels = TensorSpec("pixels", "float32", (1, 3, side, side))
+        return (pixels,), (), (TensorSpec("rows", "float32", rows),)
+
+    def example_inputs(self) -> list[Tensor]:
+        return [zeros(self.declared_tensors[0][0])]
+
+    def forward(self, *inputs: Any) -> list[Tensor]:
+        """Return the rows of a tile, float32 [1, rows, width]."""
+        return [self.model(inputs[0].to(dtype_of(self.contract))).float()]
 
 
 def _as_buffer(rows: Tensor, shape: tuple[Any, ...], fills: bool) -> Tensor:

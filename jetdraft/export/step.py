@@ -85,9 +85,21 @@ class Step(torch.nn.Module):
         input_ids, position_ids, cursor, total_length, answer_rows, *rows, past = inputs
         buffers = len(self.contract.buffers("past"))
         state = make_state(position_ids, cursor, total_length, past[:buffers])
-        if rows:
-            state.states = States(rows[0], past[buffers:])
-        return self.outputs(state, input_ids, position_ids, answer_rows)
+        if self.contract.states:
+            state.states = States(rows[-1], past[buffers:])
+        if not self.contract.pictures:
+            return self.outputs(state, input_ids, position_ids, answer_rows)
+        embed, table = self.model.get_input_embeddings(), rows[0]
+        first = embed.weight.shape[0]
+        pictures = table[(input_ids - first).clamp(min=0)]
+        is_row = (input_ids >= first)[..., None]
+        hook = embed.register_forward_hook(
+            lambda module, given, output: torch.where(is_row, pictures, output)
+        )
+        with contextlib.ExitStack() as hooks:
+            hooks.callback(hook.remove)
+            words = input_ids.clamp(max=first - 1)
+            return self.outputs(state, words, position_ids, answer_rows)
 
     def outputs(
         self,

@@ -50,6 +50,7 @@ from jetdraft.runtime.passes.opener import (
 from jetdraft.runtime.passes.prefix import Prefix
 from jetdraft.runtime.passes.pruned_halves import PrunedHalves
 from jetdraft.runtime.passes.session import Spinning, default_threads, threads_of_pair
+from jetdraft.runtime.pictures import Tiles, cut
 from jetdraft.runtime.text.codec import TextCodec
 from jetdraft.runtime.text.worker_process import Vocabulary
 
@@ -258,6 +259,47 @@ class LoadedBundle:
         for graph in (self.target, self.drafter if for_drafter else None):
             if graph and graph.source and graph.source.encode(source):
                 self.forget()
+
+    def place_pictures(
+        self, prompt: list[int], images: Sequence[npt.NDArray[np.uint8]]
+    ) -> tuple[list[int], list[Tiles]]:
+        """Return a prompt with a token for each row of its images, and their tiles.
+
+        Raises `OptionError` unless the prompt has a place for each image.
+        """
+        vision = self.bundle.vision
+        if vision is None:
+            if images:
+                fact = "the bundle's model reads no images; leave them out, or export "
+                raise OptionError(f"{fact}a model of docs/images.md", "images")
+            return prompt, []
+        token = self.text.token_id(vision.token)
+        places = [place for place, id in enumerate(prompt) if id == token]
+        if len(places) != len(images):
+            fact = f"the prompt has {len(places)} places for {len(images)} images; write"
+            raise OptionError(f"{fact} {vision.token} for each, or chat", "images")
+        pictures, ids, start = [cut(image, vision) for image in images], [], 0
+        for place, picture in zip(places, pictures, strict=True):
+            ids += [*prompt[start:place], *self.text.encode(picture.text, False)]
+            start = place + 1
+        ids += prompt[start:]
+        capacity = self.target.contract.capacity
+        if len(ids) > capacity:
+            fact = f"with its images the prompt has {len(ids)} tokens, the capacity is"
+            fix = "give fewer images, or export with a larger --capacity"
+            raise OptionError(f"{fact} {capacity}; {fix}", "images")
+        return ids, pictures
+
+    def encode_pictures(
+        self, prompt: Sequence[int], pictures: Sequence[Tiles]
+    ) -> Sequence[int]:
+        """Encode the pictures of a prompt; return its ids with those of their rows."""
+        rows, vision = self.target.pictures, self.bundle.vision
+        if rows is None or vision is None:
+            return prompt
+        if not rows.encode(prompt, self.text.token_id(vision.token), pictures):
+            self.forget()
+        return rows.ids.tolist() if pictures else prompt
 
     @property
     def source(self) -> Sequence[int]:
