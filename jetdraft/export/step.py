@@ -87,7 +87,8 @@ class Step(torch.nn.Module):
         state = make_state(position_ids, cursor, total_length, past[:buffers])
         if self.contract.states:
             state.states = States(rows[-1], past[buffers:])
-        if not self.contract.pictures:
+        # Passes in torch, which read text alone, leave the pictures out.
+        if len(rows) == bool(self.contract.states):
             return self.outputs(state, input_ids, position_ids, answer_rows)
         embed, table = self.model.get_input_embeddings(), rows[0]
         first = embed.weight.shape[0]

@@ -12,6 +12,7 @@ from threading import Lock
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from jetdraft.bundle import CONTRIB, Bundle, read_streams
 from jetdraft.contracts.step_contract import EARLY_EXIT

@@ -1,0 +1,275 @@
+"""Models that read pictures, against transformers: tiles, logits, texts, the server."""
+
+import base64
+import io
+import json
+import urllib.error
+import urllib.request
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from PIL import Image
+from tokenizers import AddedToken
+
+import jetdraft
+from jetdraft.errors import OptionError
+from jetdraft.runtime.pictures import MAX_PIXELS, cut, read_picture
+from jetdraft.server import Limits
+from jetdraft.server.app import Service
+from tests.server.serving import served
+from tests.tiny import VOCAB_SIZE, exported, save_tokenizer
+
+SIDE = 32
+MARKS = ["<image>", "<fake_token_around_image>", "<global-img>", "<img>", "</img>"]
+MARKS += [f"<row_{r}_col_{c}>" for r in range(1, 5) for c in range(1, 5)]
+TEMPLATE = (
+    "{% for m in messages %}{{ m['role'] }}:{% if m['content'] is string %}"
+    "{{ m['content'] }}{% else %}{% for p in m['content'] %}{{ '<image>' if p['type'] "
+    "== 'image' else p['text'] }}{% endfor %}{% endif %}\n{% endfor %}assistant:"
+)
+TEXT = {
+    **{"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16},
+    **{"pad_token_id": 0, "bos_token_id": 0, "vocab_size": VOCAB_SIZE},
+}
+VISION = {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2}
+VISION |= {"num_attention_heads": 3}
+
+
+def smolvlm(image):
+    config = transformers.SmolVLMConfig(
+        vision_config={**VISION, "image_size": SIDE, "patch_size": 8},
+        text_config={**TEXT, "model_type": "llama"},
+        **{"scale_factor": 2, "image_token_id": image, "pad_token_id": 0},
+    )
+    sizes = {"size": 4 * SIDE, "max_image_size": SIDE}
+    return config, {
+        "image_processor_type": "SmolVLMImageProcessor",
+        **{name: {"longest_edge": size} for name, size in sizes.items()},
+    }
+
+
+def internvl(image):
+    config = transformers.InternVLConfig(
+        vision_config={**VISION, "image_size": [SIDE, SIDE], "patch_size": [8, 8]},
+        text_config={**TEXT, "model_type": "qwen2"},
+        **{"image_token_id": image, "image_seq_length": 4},
+    )
+    return config, {
+        "image_processor_type": "GotOcr2ImageProcessor",
+        "size": {"height": SIDE, "width": SIDE},
+        **{"crop_to_patches": True, "min_patches": 1, "max_patches": 6},
+    }
+
+
+FAMILIES = {"smolvlm": smolvlm, "internvl": internvl}
+
+
+def save(folder, family):
+    added = [AddedToken(mark, special=True, normalized=False) for mark in MARKS]
+    save_tokenizer(folder, added=added)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    config, processor = FAMILIES[family](tokenizer.convert_tokens_to_ids(MARKS[0]))
+    torch.manual_seed(0)
+    model = transformers.AutoModelForImageTextToText.from_config(config)
+    for weight in model.parameters():
+        if weight.dim() > 1:
+            torch.nn.init.normal_(weight, std=0.08)
+    model.save_pretrained(folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    (folder / "preprocessor_config.json").write_text(json.dumps(processor))
+
+
+def picture(seed, height=50, width=83):
+    random = np.random.default_rng(seed)
+    return random.integers(0, 256, (height, width, 3), np.uint8)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def both(request, once):
+    """A bundle's model, and transformers' model and image processor."""
+
+    def make(folder):
+        (folder / "checkpoint").mkdir()
+        save(folder / "checkpoint", request.param)
+        exported(folder / "checkpoint", folder / "bundle", capacity=256)
+
+    folder = once(f"sees-{request.param}", make)
+    source = folder / "checkpoint"
+    whole = transformers.AutoModelForImageTextToText.from_pretrained(source).eval()
+    processor = transformers.AutoImageProcessor.from_pretrained(source, backend="pil")
+    with jetdraft.load(folder / "bundle", threads=1) as model:
+        yield model, whole, processor
+
+
+def asked(*parts):
+    return [{"role": "user", "content": list(parts)}]
+
+
+def text_of(text):
+    return {"type": "text", "text": text}
+
+
+def image_of(image):
+    return {"type": "image", "image": image}
+
+
+def wanted(both, messages, images, tokens=24):
+    """The prompt's logits and the greedy text by transformers."""
+    model, whole, processor = both
+    ids, _ = model.parts.place_pictures(model.chat_prompt(messages), images)
+    pixels = processor(images=[images], return_tensors="pt")["pixel_values"]
+    if isinstance(whole, transformers.InternVLForConditionalGeneration):
+        pixels = processor(images=images, return_tensors="pt")["pixel_values"]
+    given = {"input_ids": torch.tensor([ids]), "pixel_values": pixels}
+    with torch.no_grad():
+        logits = whole(**given).logits[0, -1]
+        text = whole.generate(**given, max_new_tokens=tokens, do_sample=False)
+    return logits, text[0, len(ids) :].tolist()
+
+
+SIZES = [(50, 83), (83, 50), (1, 1), (3, 500), (128, 128), (200, 90), (32, 32)]
+
+
+@pytest.mark.parametrize(("height", "width"), SIZES)
+def test_tiles_are_those_of_the_image_processor(both, height, width):
+    model, _, processor = both
+    vision, image = model.bundle.vision, picture(1, height, width)
+    tiles = cut(image, vision).pixels.astype(np.float32).transpose(0, 3, 1, 2)
+    mean, std = (np.reshape(x, (3, 1, 1)) for x in (vision.mean, vision.std))
+    pixels = processor(images=[image], return_tensors="np")["pixel_values"]
+    assert np.allclose((tiles / 255 - mean) / std, pixels.reshape(tiles.shape), atol=1e-5)
+
+
+@pytest.mark.parametrize("method", ["none", "auto", "lookup"])
+def test_texts_about_pictures_are_those_of_transformers(both, method):
+    model, images = both[0], [picture(2), picture(3, 64, 20)]
+    messages = asked(image_of(images[0]), text_of("the"), image_of(images[1]))
+    logits, text = wanted(both, messages, images)
+    chosen = model.chat(messages, method=method, max_new_tokens=24, logprobs=1)
+    assert chosen.token_ids == text
+    best = torch.log_softmax(logits.float(), -1)[text[0]].item()
+    assert chosen.logprobs[0].logprob == pytest.approx(best, abs=1e-4)
+    again = model.chat(messages, method=method, max_new_tokens=24, temperature=0.8, seed=4)
+    model.forget()
+    plain = model.chat(messages, method="none", max_new_tokens=24, temperature=0.8, seed=4)
+    assert again.token_ids == plain.token_ids
+
+
+def test_rows_are_kept_for_the_same_picture_only(both):
+    model, said = both[0], text_of("the")
+    model.forget()
+    talk = jetdraft.Conversation(model, max_new_tokens=8, method="none")
+    for piece in talk.say("what", images=[picture(4)]):
+        assert piece
+    rows = talk.last.stats.prompt_tokens
+    assert all(talk.say("and")) and talk.last.stats.reused_tokens >= rows - 1
+    later = talk.last.token_ids
+    model.forget()
+    fresh = model.chat(talk.messages[:-1], max_new_tokens=8, method="none")
+    assert fresh.token_ids == later
+    other = model.chat(asked(image_of(picture(5)), said), max_new_tokens=8)
+    assert other.stats.reused_tokens < 10, "its picture is another"
+    assert other.token_ids == wanted(both, asked(image_of(0), said), [picture(5)], 8)[1]
+
+
+def test_many_pictures_do_not_wear_the_buffer_out(both):
+    model = both[0]
+    for seed in range(12):
+        messages, image = asked(image_of(picture(seed)), text_of("a")), [picture(seed)]
+        result = model.chat(messages, max_new_tokens=4)
+        assert result.token_ids == wanted(both, messages, image, 4)[1]
+
+
+def encoded(image, form="PNG", **options):
+    file = io.BytesIO()
+    image.save(file, form, **options)
+    return file.getvalue()
+
+
+def test_files_are_read_as_transformers_reads_them(tmp_path):
+    image = Image.fromarray(picture(6))
+    turned = image.getexif()
+    turned[0x0112] = 6  # EXIF: turn by 90 degrees.
+    assert read_picture(encoded(image, exif=turned)).shape == (83, 50, 3)
+    grey = read_picture(encoded(image.convert("L")))
+    assert np.array_equal(grey, read_picture(np.asarray(image.convert("L"))))
+    clear = image.convert("RGBA")
+    clear.putalpha(0)
+    (tmp_path / "x.png").write_bytes(encoded(clear))
+    assert np.array_equal(read_picture(tmp_path / "x.png"), np.asarray(image))
+    assert np.array_equal(read_picture(clear), np.asarray(image))
+
+
+BAD = {
+    "cannot be read": [b"", b"no picture", encoded(Image.new("RGB", (9, 9)))[:60]],
+    "at most": [encoded(Image.new("1", (1 << 14, 1 + MAX_PIXELS // (1 << 14))))],
+    "No such file": ["/no/such.png"],
+    "must be uint8": [np.zeros((2, 2, 4), np.uint8), np.zeros((2, 2, 3))],
+    "is not an image": [7],
+}
+
+
+@pytest.mark.parametrize(("fact", "given"), [(f, g) for f in BAD for g in BAD[f]])
+def test_what_is_no_picture_is_refused(fact, given):
+    with pytest.raises(OptionError, match=fact):
+        read_picture(given)
+
+
+def test_prompts_without_room_or_places_are_refused(both, toy_model):
+    model = both[0]
+    with pytest.raises(OptionError, match="0 places for 1 images"):
+        model.generate("the", images=[picture(7)])
+    many = asked(*(image_of(picture(n)) for n in range(30)))
+    with pytest.raises(OptionError, match="give fewer images"):
+        model.chat(many)
+    with pytest.raises(OptionError, match="reads no images"):
+        toy_model.generate("the", images=[picture(7)])
+
+
+def post(address, path, body):
+    data, form = json.dumps(body).encode(), {"content-type": "application/json"}
+    try:
+        with urllib.request.urlopen(
+            urllib.request.Request(f"{address}{path}", data, form)
+        ) as answer:
+            return answer.status, json.loads(answer.read())
+    except urllib.error.HTTPError as error:
+        return error.code, json.loads(error.read())
+
+
+def test_the_server_takes_pictures_in_every_dialect(both, tmp_path):
+    model, image = both[0], picture(8)
+    data = base64.b64encode(encoded(Image.fromarray(image))).decode()
+    url = f"data:image/png;base64,{data}"
+    said = model.chat(asked(image_of(image), text_of("the")), max_new_tokens=6).text
+    parts = {
+        "chat": {"type": "image_url", "image_url": {"url": url}},
+        "responses": {"type": "input_image", "image_url": url},
+        "messages": {"type": "image", "source": {"type": "base64", "data": data}},
+    }
+    with jetdraft.Pool(model.bundle.path, 1, threads=1) as pool:
+        with served(Service(pool, "eyes", Limits())) as address:
+            for path, name in {"chat/completions": "chat", "messages": "messages"}.items():
+                body = {"model": "eyes", "max_tokens": 6, "temperature": 0}
+                body["messages"] = asked(parts[name], text_of("the"))
+                status, answer = post(address, f"/v1/{path}", body)
+                assert status == 200, answer
+                assert said in json.dumps(answer, ensure_ascii=False)
+            body = {"model": "eyes", "max_output_tokens": 6, "temperature": 0}
+            body["input"] = asked(parts["responses"], {"type": "input_text", "text": "the"})
+            status, answer = post(address, "/v1/responses", body)
+            assert status == 200 and said in json.dumps(answer, ensure_ascii=False)
+            body = {"model": "eyes", "stream": False, "options": {"num_predict": 6}}
+            body["options"]["temperature"] = 0
+            body["messages"] = [{"role": "user", "content": "the", "images": [data]}]
+            status, answer = post(address, "/api/chat", body)
+            assert status == 200 and answer["message"]["content"] == said
+            wrong = ["http://x/y.png", "data:image/png;base64,###", "data:;base64,AAAA"]
+            for url in wrong:
+                part = {"type": "image_url", "image_url": {"url": url}}
+                body = {"model": "eyes", "messages": asked(part)}
+                status, answer = post(address, "/v1/chat/completions", body)
+                assert status == 400 and "image" in answer["error"]["message"], answer
