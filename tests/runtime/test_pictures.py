@@ -32,7 +32,7 @@ TEMPLATE = (
 TEXT = {
     **{"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2},
     **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16},
-    **{"pad_token_id": 0, "bos_token_id": 0, "vocab_size": VOCAB_SIZE},
+    **{"pad_token_id": 0, "eos_token_id": 0, "vocab_size": VOCAB_SIZE},
 }
 VISION = {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2}
 VISION |= {"num_attention_heads": 3}
@@ -92,7 +92,7 @@ def both(request, once):
     """A bundle's model, and transformers' model and image processor."""
 
     def make(folder):
-        (folder / "checkpoint").mkdir()
+        (folder / "checkpoint").mkdir(parents=True)
         save(folder / "checkpoint", request.param)
         exported(folder / "checkpoint", folder / "bundle", capacity=256)
 
@@ -139,7 +139,8 @@ def test_tiles_are_those_of_the_image_processor(both, height, width):
     vision, image = model.bundle.vision, picture(1, height, width)
     tiles = cut(image, vision).pixels.astype(np.float32).transpose(0, 3, 1, 2)
     mean, std = (np.reshape(x, (3, 1, 1)) for x in (vision.mean, vision.std))
-    pixels = processor(images=[image], return_tensors="np")["pixel_values"]
+    given = [Image.fromarray(image)]  # of an array it guesses the axes
+    pixels = processor(images=given, return_tensors="np")["pixel_values"]
     assert np.allclose((tiles / 255 - mean) / std, pixels.reshape(tiles.shape), atol=1e-5)
 
 
@@ -204,7 +205,7 @@ def test_files_are_read_as_transformers_reads_them(tmp_path):
 
 
 BAD = {
-    "cannot be read": [b"", b"no picture", encoded(Image.new("RGB", (9, 9)))[:60]],
+    "cannot be read": [b"", b"no picture", encoded(Image.fromarray(picture(0)))[:999]],
     "at most": [encoded(Image.new("1", (1 << 14, 1 + MAX_PIXELS // (1 << 14))))],
     "No such file": ["/no/such.png"],
     "must be uint8": [np.zeros((2, 2, 4), np.uint8), np.zeros((2, 2, 3))],
