@@ -142,9 +142,9 @@ class Embedding:
     default_prompt: str | None = None
 
 
-SPLIT, GRID, WHOLE = "split", "grid", "whole"  # Values of `Vision.tiling`.
-TEXTS = ("begin", "tile", "line", "grid", "whole", "end")  # Keys of `Vision.text`.
-MAX_TILES = 1 << 10
+# Values of `Vision.tiling`, and keys of `Vision.text`.
+SPLIT, GRID, WHOLE, PATCHES = TILINGS = ("split", "grid", "whole", "patches")
+TEXTS = ("begin", "tile", "line", "grid", "whole", "end")
 
 
 @dataclass(frozen=True)
@@ -153,11 +153,15 @@ class Vision:
 
     The graph in `file` makes `rows` rows of a tile, float32 [1, 3, `side`, `side`] with
     this `mean` and `std`; their ids begin at `first_row`. By `tiling` a picture is split
-    after its longer edge is resized to `edge`, or fills the best grid of `least_tiles`
-    to `most_tiles`, or is resized to one tile; `filter` is Pillow's. A prompt has the
-    text `token` for each picture, which becomes: `text["begin"]`, "tile" before each
-    tile, "line" after each row of tiles, "grid" after all, "whole" before the tile with
-    the whole picture, and "end".
+    after its longer edge is resized to `edge`, or fills the best grid of `least` to
+    `most` tiles, or is resized to one tile; `filter` is Pillow's. Or it becomes patches
+    of `edge` pixels, in squares of `side` pixels that make a row each, of `least` to
+    `most` pixels in all; `table` is the edge of a table of positions, and `window` the
+    edge of windows, in rows. A prompt has the text `token` for each picture, which
+    becomes: `text["begin"]`, "tile" before each tile, "line" after each row of tiles,
+    "grid" after all, "whole" before the tile with the whole picture, and "end". Pairs of
+    a head turn with `frequencies`, by the `axes` of a row: its place in the text, its
+    line and column in the picture.
     """
 
     file: FileName
@@ -165,14 +169,18 @@ class Vision:
     first_row: Count
     rows: Size
     side: Size
-    tiling: Annotated[str, one_of(SPLIT, GRID, WHOLE)]
+    tiling: Annotated[str, one_of(*TILINGS)]
     edge: Count
-    least_tiles: Size
-    most_tiles: Annotated[int, in_range(1, MAX_TILES)]
+    least: Size
+    most: Size
     filter: Annotated[str, one_of("bilinear", "bicubic", "lanczos")]
     mean: tuple[float, float, float]
     std: tuple[float, float, float]
     text: dict[str, str]
+    table: Count = 0
+    window: Count = 0
+    frequencies: tuple[float, ...] = ()
+    axes: tuple[Annotated[int, in_range(0, 2)], ...] = ()
 
 
 # The order of its fields is their order in the manifest.
@@ -316,7 +324,12 @@ class Bundle:
             raise ValueError("a model that embeds gives its states")
         vision = self.vision
         if bool(vision) != bool(contract.picture_size) or (
-            vision and (vision.file not in self.files or vision.text.keys() != {*TEXTS})
+            vision
+            and (
+                vision.file not in self.files
+                or vision.text.keys() != {*TEXTS}
+                or not len(vision.frequencies) == len(vision.axes) == contract.turn_size
+            )
         ):
             raise ValueError("a model that sees has an encoder of pictures")
 

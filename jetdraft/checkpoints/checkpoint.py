@@ -39,7 +39,7 @@ from jetdraft.checkpoints.streams import (
     load_prompts,
     load_streams,
 )
-from jetdraft.checkpoints.vision import reads_pictures
+from jetdraft.checkpoints.vision import picture_sizes
 from jetdraft.errors import CheckpointError, printable
 from jetdraft.ort import no_progress_bars, silenced
 from jetdraft.parsing import read_json_file, read_record
@@ -73,7 +73,7 @@ class Checkpoint:
     start_token_ids: tuple[int, ...] = ()
     speech: Speech | None = None
     embedding: Embedding | None = None
-    reads_pictures: bool = False
+    picture_sizes: tuple[int, int] = (0, 0)
 
     @classmethod
     def load(
@@ -116,7 +116,7 @@ class Checkpoint:
             start_token_ids=_start_token_ids(source, model),
             speech=read_speech(source, model),
             embedding=embedding,
-            reads_pictures=reads_pictures(source),
+            picture_sizes=picture_sizes(source, model),
         )
 
     @classmethod

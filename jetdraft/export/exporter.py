@@ -127,7 +127,7 @@ def export(
                 jobs[TARGET][0], graphs[TARGET], head, reader, measures.overlaps
             )
         vision = None
-        if models[TARGET].reads_pictures:
+        if contracts[TARGET].picture_size:
             vision = write_vision(jobs[TARGET][0], contracts[TARGET])
         bundle = _make_bundle(folder, graphs, models[TARGET], options, vision)
         _write_texts(folder, models[TARGET])
@@ -269,10 +269,10 @@ def _make_contract(
         else 0,
         feature_size=checkpoint.taps.size if checkpoint.taps else 0,
         draft_vocab=draft_vocab if name == DRAFTER else 0,
-        picture_size=model.get_input_embeddings().weight.shape[1]
-        if name == TARGET and checkpoint.reads_pictures
-        else 0,
     )
+    if name == TARGET:
+        size, turns = checkpoint.picture_sizes
+        contract = replace(contract, picture_size=size, turn_size=turns)
     if probes is not None:
         contract = replace(contract, streams=probes.gamma)
     if isinstance(probes, PromptSettings):

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import onnx
 import onnx_ir as ir
+import torch
 from torch import Tensor
 
-from jetdraft.bundle import SCATTERED, STREAMS, TARGET, Vision
+from jetdraft.bundle import PATCHES, SCATTERED, STREAMS, TARGET, Vision
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.parameters import make_inputs_constant
 from jetdraft.checkpoints.streams import StreamedModel
@@ -155,10 +156,13 @@ def write_vision(job: Job, contract: StepContract) -> Vision:
     file = job.graph_file("vision")
     stage = "trace the pictures' encoder"
     job.report(stage, 0, 1)
-    first_row = job.checkpoint.model.get_input_embeddings().weight.shape[0]
-    tower, vision = read_vision(job.checkpoint.source, first_row, file.name)
+    tower, vision = read_vision(job.checkpoint.source, job.checkpoint.model, file.name)
+    step = VisionStep(tower, contract, vision)
+    if vision.tiling != PATCHES:
+        with torch.no_grad():
+            vision = replace(vision, rows=step(*step.example_inputs())[0].shape[1])
     names = {id(weight): f"vision.{n}" for n, weight in tower.named_parameters()}
-    model = trace(VisionStep(tower, contract, vision), names)
+    model = trace(step, names)
     quantizer = job.quantization
     if quantizer.recipe.bits is not None:
         kernel = KERNELS[quantizer.standard or quantizer.recipe.scheme not in GRIDS]

@@ -3,11 +3,12 @@
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutput
 
-from jetdraft.bundle import Vision
+from jetdraft.bundle import PATCHES, Vision
 from jetdraft.checkpoints.attention import (
     CrossCache,
     KeysAndValues,
@@ -22,7 +23,9 @@ from jetdraft.contracts.constants import HIDDEN
 from jetdraft.contracts.step_contract import StepContract
 from jetdraft.contracts.tensors import TensorSpec
 from jetdraft.export.step import Specs, Step, dtype_of, make_state, zeros
+from jetdraft.runtime.pictures import encoder_inputs
 
+_TRACED_SQUARES = 7  # Squares of patches, each a row, that the tracer sees.
 _TRACED_SOURCE = 9  # Tokens of the source that the tracer sees.
 
 
@@ -163,24 +166,32 @@ class EncoderStep(Step):
 
 
 class VisionStep(Step):
-    """The pass of the encoder of pictures: the rows of one tile of its pixels."""
+    """The pass of the encoder of pictures: the rows of a tile, or of patches."""
 
     def __init__(self, tower: Any, contract: StepContract, vision: Vision) -> None:
         super().__init__(tower, contract)
-        self._vision = vision
+        self._is_flexible = vision.tiling == PATCHES
+        squares = _TRACED_SQUARES if self._is_flexible else 1
+        pixels = np.zeros((vision.side * squares, vision.side, 3), np.uint8)
+        self._example = encoder_inputs(pixels, vision)
 
     @property
     def declared_tensors(self) -> tuple[Specs, Specs, Specs]:
-        side, rows = self._vision.side, (1, self._vision.rows, self.contract.picture_size)
-        pixels = TensorSpec("pixels", "float32", (1, 3, side, side))
-        return (pixels,), (), (TensorSpec("rows", "float32", rows),)
+        inputs = []
+        for name, array in self._example.items():
+            first = "squares" if self._is_flexible else array.shape[0]
+            shape = (first, *array.shape[1:])
+            inputs.append(TensorSpec(name, str(array.dtype), shape))
+        rows = TensorSpec("rows", "float32", (1, "rows", self.contract.picture_size))
+        return tuple(inputs), (), (rows,)
 
     def example_inputs(self) -> list[Tensor]:
-        return [zeros(self.declared_tensors[0][0])]
+        return [torch.from_numpy(array) for array in self._example.values()]
 
     def forward(self, *inputs: Any) -> list[Tensor]:
-        """Return the rows of a tile, float32 [1, rows, width]."""
-        return [self.model(inputs[0].to(dtype_of(self.contract))).float()]
+        """Return the rows of a picture or a tile, float32 [1, rows, width]."""
+        rows: Tensor = self.model(*inputs[: len(self._example)]).float()
+        return [rows.reshape(1, -1, rows.shape[-1])]
 
 
 def _as_buffer(rows: Tensor, shape: tuple[Any, ...], fills: bool) -> Tensor:

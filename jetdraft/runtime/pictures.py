@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from jetdraft.bundle import GRID, SPLIT, Vision
-from jetdraft.contracts.step_contract import PICTURES, StepContract
-from jetdraft.contracts.tensors import Int64s
+from jetdraft.bundle import GRID, PATCHES, SPLIT, Vision
+from jetdraft.contracts.step_contract import StepContract
+from jetdraft.contracts.tensors import Float32s, Int64s
 from jetdraft.errors import OptionError, reason_of
 from jetdraft.ort import ort
 from jetdraft.runtime.passes.buffers import HOST, Memory
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 MAX_PIXELS = 1 << 26  # Of a picture; known before it is decoded.
+MAX_RATIO = 200  # Of the edges of a picture that becomes patches.
 MAX_EDGE = 4096  # Pixels of the longest edge before a picture is split.
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF")
 PictureInput = str | Path | bytes | npt.NDArray[np.uint8]
@@ -90,17 +91,21 @@ def _pillow() -> Any:
 
 
 class Tiles(NamedTuple):
-    """What an encoder reads of a picture: uint8 [n, side, side, 3], row by row.
+    """What an encoder reads of a picture: uint8 [n, height, width, 3], row by row.
 
-    Above one tile, the last is the whole picture. `text` stands in the prompt.
+    Above one tile, the last is the whole picture. `text` stands in the prompt, with a
+    token for each of the `rows`, which fill `lines` in a picture of patches.
     """
 
     pixels: npt.NDArray[np.uint8]
     text: str
+    rows: int
+    lines: int = 0
 
     @property
     def digest(self) -> bytes:
-        return hashlib.sha256(self.pixels.tobytes()).digest()
+        shape = np.array(self.pixels.shape).tobytes()
+        return hashlib.sha256(shape + self.pixels.tobytes()).digest()
 
 
 def cut(picture: npt.NDArray[np.uint8], vision: Vision) -> Tiles:
@@ -110,26 +115,96 @@ def cut(picture: npt.NDArray[np.uint8], vision: Vision) -> Tiles:
     def resized(source: Image, size: Size) -> Image:
         return source.resize(size, _pillow().Resampling[vision.filter.upper()])
 
-    if vision.tiling == SPLIT:
+    columns = rows = 1
+    if vision.tiling == PATCHES:
+        width, height = _fitting(image.size, vision)
+        whole = np.asarray(resized(image, (width, height)))
+        count = (width // side) * (height // side)
+        text = vision.text["begin"] + vision.token * count + vision.text["end"]
+        return Tiles(whole[None], text, count, height // side)
+    if vision.edge:
         image = resized(image, _longest(image.size, vision.edge))
+    tiled = image
+    if vision.tiling == SPLIT:
         width, height = _multiples(image.size, side)
-        image = resized(image, (width, height))
+        tiled = image = resized(image, (width, height))
         columns, rows = width // side, height // side
-        tiled = image
     elif vision.tiling == GRID:
         columns, rows = _best_grid(image.size, vision)
-        tiled = resized(image, (columns * side, rows * side))
-    else:
-        columns = rows = 1
-        if vision.edge:
-            image = resized(image, _longest(image.size, vision.edge))
-        tiled = resized(image, (side, side))
+    tiled = resized(tiled, (columns * side, rows * side))
     array = np.asarray(tiled).reshape(rows, side, columns, side, 3).swapaxes(1, 2)
     tiles = array.reshape(-1, side, side, 3)
     if len(tiles) > 1:
         whole = np.asarray(resized(image, (side, side)))
         tiles = np.concatenate([tiles, whole[None]])
-    return Tiles(np.ascontiguousarray(tiles), _text(vision, columns, rows))
+    return Tiles(tiles, _text(vision, columns, rows), len(tiles) * vision.rows)
+
+
+def _fitting(size: Size, vision: Vision) -> Size:
+    """The size in whole squares with `least` to `most` pixels and about this ratio."""
+    side, area = vision.side, size[0] * size[1]
+    if max(size) > MAX_RATIO * min(size):
+        fact = f"the image is {size[0]} x {size[1]}, and longer than {MAX_RATIO} times"
+        raise _refusal(f"{fact} its width or height", "cut it")
+    width, height = (round(edge / side) * side for edge in size)
+    if width * height > vision.most:
+        scale = math.sqrt(area / vision.most)
+        down = (math.floor(edge / scale / side) * side for edge in size)
+        width, height = (max(side, edge) for edge in down)
+    elif width * height < vision.least:
+        scale = math.sqrt(vision.least / area)
+        width, height = (math.ceil(edge * scale / side) * side for edge in size)
+    return width, height
+
+
+def encoder_inputs(pixels: npt.NDArray[np.uint8], vision: Vision) -> dict[str, Any]:
+    """The inputs of the encoder's graph for uint8 [height, width, 3], by name.
+
+    A tile becomes "pixels" float32 [1, 3, height, width]. In a picture of n squares
+    "pixels" are [n, patches, numbers] (Qwen's have each patch twice, as two frames),
+    with "positions" int64 [n, patches, 2] (line, column), "taps" int64 and "weights"
+    float32 [n, patches, 4] of the table's four nearest entries, and "order" int64 [n]
+    and "windows" int64 [n, patches] of squares sorted by windows.
+    """
+    mean, std = (np.array(x, np.float32) for x in (vision.mean, vision.std))
+    scaled = (pixels.astype(np.float32) * np.float32(1 / 255) - mean) / std
+    if vision.tiling != PATCHES:
+        return {"pixels": np.ascontiguousarray(scaled.transpose(2, 0, 1)[None])}
+    edge, merged = vision.edge, vision.side // vision.edge
+    lines, columns = pixels.shape[0] // edge, pixels.shape[1] // edge
+
+    def in_squares(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """[lines, columns, ...] as [squares, patches, ...]."""
+        rest = array.shape[2:]
+        split = (lines // merged, merged, columns // merged, merged, *rest)
+        return array.reshape(split).swapaxes(1, 2).reshape(-1, merged**2, *rest)
+
+    patches = scaled.reshape(lines, edge, columns, edge, 3).transpose(0, 2, 4, 1, 3)
+    frames = np.repeat(patches[:, :, :, None], 2, 3)
+    places = np.stack(np.meshgrid(*map(np.arange, (lines, columns)), indexing="ij"), -1)
+    inputs = {
+        "pixels": in_squares(frames.reshape(lines, columns, -1)),
+        "positions": in_squares(places),
+    }
+    if vision.table:
+        scale = np.float32(vision.table - 1)
+        ends = np.maximum(np.array([lines, columns]) - 1, 1)
+        exact = places.astype(np.float32) * scale / ends.astype(np.float32)
+        near = np.floor(exact)[..., None] + np.arange(2)  # [lines, columns, 2, 2]
+        shares = np.maximum(1 - abs(exact[..., None] - near), 0)
+        near = near.clip(0, vision.table - 1).astype(np.int64)
+        taps = near[..., 0, :, None] * vision.table + near[..., 1, None, :]
+        weights = shares[..., 0, :, None] * shares[..., 1, None, :]
+        flat = (lines, columns, 4)
+        inputs["taps"] = in_squares(taps.reshape(flat))
+        inputs["weights"] = in_squares(weights.reshape(flat).astype(np.float32))
+    if vision.window:
+        squares = places[::merged, ::merged] // merged // vision.window
+        numbers = squares[..., 0] * (columns // merged) + squares[..., 1]
+        order = np.argsort(numbers.reshape(-1), kind="stable")
+        inputs["order"] = order
+        inputs["windows"] = np.repeat(numbers.reshape(-1)[order][:, None], merged**2, 1)
+    return {name: np.ascontiguousarray(array) for name, array in inputs.items()}
 
 
 def _longest(size: Size, edge: int) -> Size:
@@ -166,9 +241,9 @@ def _multiples(size: Size, side: int) -> Size:
 
 def _best_grid(size: Size, vision: Vision) -> Size:
     """The columns and rows of tiles with the ratio nearest to the picture's."""
-    most, area = vision.most_tiles, size[0] * size[1]
+    most, area = vision.most, size[0] * size[1]
     grids = [(c, r) for c in range(1, most + 1) for r in range(1, most + 1)]
-    grids = [grid for grid in grids if vision.least_tiles <= math.prod(grid) <= most]
+    grids = [grid for grid in grids if vision.least <= math.prod(grid) <= most]
     best, difference = (1, 1), math.inf
     for grid in sorted(grids, key=math.prod):
         own = abs(size[0] / size[1] - grid[0] / grid[1])
@@ -195,10 +270,10 @@ def _text(vision: Vision, columns: int, rows: int) -> str:
 
 
 class PictureRows:
-    """The buffer of the rows of pictures, which an encoder fills, in `seconds`.
+    """The buffers of the rows of pictures, which an encoder fills, and of rotations.
 
     `ids` int64 [n] is the prompt of the current generation, with the ids of its rows;
-    it is empty for a prompt without pictures.
+    it is empty for a prompt without pictures. `seconds` is the encoder's time.
     """
 
     def __init__(
@@ -209,54 +284,79 @@ class PictureRows:
         memory: Memory = HOST,
     ) -> None:
         self._open, self._vision, self._memory = open_session, vision, memory
-        spec = contract.pictures
-        assert spec is not None
-        self._buffer = memory.tensor(spec.shape_for(), spec.dtype)
-        self.values = {PICTURES: self._buffer.value}
+        tensors = memory.tensors(contract.picture_inputs)
+        self.values = {name: tensor.value for name, tensor in tensors.items()}
+        self._rows, *self._turns = tensors.values()
         self._firsts: dict[bytes, int] = {}  # The first row of each encoded picture.
         self._filled = 0
         self.ids: Int64s = np.zeros(0, np.int64)
         self.seconds = 0.0
+        self._turn([], [])
 
     def encode(
         self, prompt: Sequence[int], token: int, pictures: Sequence[Tiles]
     ) -> bool:
         """Set `ids`, and encode what is new; False if earlier ids lost their rows."""
-        self.ids = np.array(prompt if pictures else (), np.int64)
         wanted = {each.digest: each for each in pictures}
         fresh = [digest for digest in wanted if digest not in self._firsts]
-        slots = len(self._buffer.array)
-        has_room = self._filled + self._count(wanted[d] for d in fresh) <= slots
+        slots, needed = len(self._rows.array), sum(wanted[d].rows for d in fresh)
+        has_room = self._filled + needed <= slots
         if not has_room:
             self._firsts, self._filled, fresh = {}, 0, [*wanted]
         for digest in fresh:
-            first = self._filled
-            for tile in wanted[digest].pixels:
-                self._encode_tile(tile)
+            first, self._filled = self._filled, self._filled + wanted[digest].rows
+            self._encode(wanted[digest], first)
             self._firsts[digest] = first
         if fresh:
-            self._buffer.upload()
-        places = np.flatnonzero(self.ids == token)
-        rows = [
-            np.arange(self._firsts[each.digest], self._firsts[each.digest] + self._count([each]))
-            for each in pictures
-        ]
-        if pictures:
-            self.ids[places] = self._vision.first_row + np.concatenate(rows)
+            self._rows.upload()
+        if len(self.ids) or pictures:
+            self.ids = np.array(prompt if pictures else (), np.int64)
+            places = np.flatnonzero(self.ids == token)
+            self._turn(places.tolist(), pictures)
+            firsts = (self._firsts[each.digest] for each in pictures)
+            rows = [
+                np.arange(first, first + each.rows)
+                for first, each in zip(firsts, pictures, strict=True)
+            ]
+            self.ids[places] = self._vision.first_row + np.concatenate([[], *rows])
         return has_room
 
-    def _count(self, pictures: Any) -> int:
-        return sum(len(each.pixels) for each in pictures) * self._vision.rows
+    def _encode(self, picture: Tiles, first: int) -> None:
+        """Write the rows of a picture behind those before `first`."""
+        session = self._open()
+        for tile in picture.pixels:
+            inputs = encoder_inputs(tile, self._vision)
+            with self._memory.exclusive_use():
+                start = time.perf_counter()
+                (rows,) = session.run(None, inputs)
+                self.seconds += time.perf_counter() - start
+            self._rows.array[first : first + rows.shape[1]] = rows[0]
+            first += rows.shape[1]
 
-    def _encode_tile(self, tile: npt.NDArray[np.uint8]) -> None:
-        vision, session = self._vision, self._open()
-        mean, std = (np.array(x, np.float32) for x in (vision.mean, vision.std))
-        pixels = (tile.astype(np.float32) * np.float32(1 / 255) - mean) / std
-        name = session.get_inputs()[0].name
-        with self._memory.exclusive_use():
-            start = time.perf_counter()
-            (rows,) = session.run(None, {name: pixels.transpose(2, 0, 1)[None]})
-            self.seconds += time.perf_counter() - start
-        end = self._filled + vision.rows
-        self._buffer.array[self._filled : end] = rows[0]
-        self._filled = end
+    def _turn(self, places: Sequence[int], pictures: Sequence[Tiles]) -> None:
+        """Set the rotation of each slot for a prompt with rows at these places.
+
+        A row turns by the place where its picture begins, plus its line or column; the
+        text after it goes on behind the longer edge.
+        """
+        if not self._turns:
+            return
+        slots = len(self._turns[0].array)
+        places_of_axes, start, behind = np.zeros((3, slots), np.int64), 0, 0
+        for picture in pictures:
+            first, lines = places[start], picture.lines
+            columns, end = picture.rows // lines, first + picture.rows
+            steps = [np.zeros(picture.rows), *np.indices((lines, columns)).reshape(2, -1)]
+            places_of_axes[:, first:end] = np.stack(steps) + first - behind
+            behind += picture.rows - max(lines, columns)
+            places_of_axes[:, end:] = -behind
+            start += picture.rows
+        is_text = np.ones(slots, bool)
+        is_text[places] = False
+        places_of_axes[:, is_text] += np.arange(slots)[is_text]
+        axes = np.array(self._vision.axes)
+        turned = places_of_axes[axes].T.astype(np.float32)
+        angles: Float32s = turned * np.array(self._vision.frequencies, np.float32)
+        for tensor, function in zip(self._turns, (np.cos, np.sin), strict=True):
+            tensor.array[:] = function(angles)
+            tensor.upload()

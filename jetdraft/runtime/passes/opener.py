@@ -129,7 +129,7 @@ class Opener:
         if entry.encoder_file is not None:
             session = self.session(entry.encoder_file)
             graph.source = SourceBuffers(session, entry.contract, graph.memory)
-        if entry.contract.pictures and self.bundle.vision:
+        if entry.contract.picture_size and self.bundle.vision:
             vision = self.bundle.vision
             given = partial(self.session, vision.file), vision, entry.contract
             graph.pictures = PictureRows(*given, graph.memory)
