@@ -152,16 +152,17 @@ class Vision:
     """How a model reads pictures, from its config and its image processor's.
 
     The graph in `file` makes `rows` rows of a tile, float32 [1, 3, `side`, `side`] with
-    this `mean` and `std`; their ids begin at `first_row`. By `tiling` a picture is split
-    after its longer edge is resized to `edge`, or fills the best grid of `least` to
-    `most` tiles, or is resized to one tile; `filter` is Pillow's. Or it becomes patches
-    of `edge` pixels, in squares of `side` pixels that make a row each, of `least` to
-    `most` pixels in all; `table` is the edge of a table of positions, and `window` the
-    edge of windows, in rows. A prompt has the text `token` for each picture, which
-    becomes: `text["begin"]`, "tile" before each tile, "line" after each row of tiles,
-    "grid" after all, "whole" before the tile with the whole picture, and "end". Pairs of
-    a head turn with `frequencies`, by the `axes` of a row: its place in the text, its
-    line and column in the picture.
+    this `mean` and `std`; their ids begin at `first_row`. By `tiling` a picture is
+    split after its longer edge is resized to `edge`, or fills the best grid of `least`
+    to `most` tiles, or is resized to one tile; `filter` is Pillow's. Or it becomes
+    patches of `edge` pixels, in squares of `side` pixels that make a row each, of
+    `least` to `most` pixels in all; `table` is the edge of a table of positions, and
+    `window` the edge of windows, in rows.
+
+    A prompt has the text `token` for each picture, which becomes: `text["begin"]`,
+    "tile" before each tile, "line" after each row of tiles, "grid" after all, "whole"
+    before the tile with the whole picture, and "end". Pairs of a head turn with
+    `frequencies`, by the `axes` of a row: its place in the text, its line and column.
     """
 
     file: FileName

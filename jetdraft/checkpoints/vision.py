@@ -60,7 +60,9 @@ def _encode_qwen(model: Any, *inputs: Tensor) -> Tensor:
     ends = torch.zeros(1, dtype=torch.int32)
     lengths = {"cu_seqlens": ends, "max_seqlen": 1, "max_window_seqlen": 1}
     given = dict(zip(names, others, strict=False))
-    seen = model.visual(pixels, grid_thw=None, position_ids=positions, **lengths, **given)
+    seen = model.visual(
+        pixels, grid_thw=None, position_ids=positions, **lengths, **given
+    )
     deep = getattr(seen, "deepstack_features", None) or ()
     return torch.cat([seen.pooler_output, *deep], -1)
 
@@ -171,7 +173,7 @@ def _frequencies(model: Any) -> list[float]:
 
 
 class VisionTower(torch.nn.Module):
-    """The part of a model that makes rows of tiles: its weights, and `Family.encode`."""
+    """The part of a model that makes rows of pictures, by `Family.encode`."""
 
     def __init__(self, model: Any, family: Family) -> None:
         super().__init__()
@@ -189,7 +191,10 @@ def read_vision(source: str, text: Any, file: str) -> tuple[VisionTower, Vision]
     """
     with silenced(logging.WARNING), no_progress_bars(), as_checkpoint_error(source):
         whole = transformers.AutoModelForImageTextToText.from_pretrained(
-            source, dtype=stored_dtype(source), attn_implementation="eager", **NO_OWN_CODE
+            source,
+            dtype=stored_dtype(source),
+            attn_implementation="eager",
+            **NO_OWN_CODE,
         )
         processor = transformers.AutoImageProcessor.from_pretrained(
             source, backend="pil", **NO_OWN_CODE

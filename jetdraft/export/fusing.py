@@ -38,7 +38,14 @@ class RotationInHalves(pattern.RewriteRuleClassBase):  # type: ignore[misc]
         self.axis, self.casts, self.given = axis, casts, given
 
     def pattern(
-        self, op: Any, x: Any, angles: Any, sines: Any, ends: Any, starts: Any, dtype: Any
+        self,
+        op: Any,
+        x: Any,
+        angles: Any,
+        sines: Any,
+        ends: Any,
+        starts: Any,
+        dtype: Any,
     ) -> Any:
         both = op.Concat(angles, angles, axis=-1)
         turns = [op.Cos(both), op.Sin(both)]
@@ -93,7 +100,8 @@ class RotaryTables:
         """Return `value` as a table [capacity, d/2], and its positions; or None."""
         rows = producer(value, "Gather")
         if rows is not None and rows.inputs[0] in self.graph.inputs:
-            return rows.inputs[0], rows.inputs[1]
+            table, places = rows.inputs
+            return (table, places) if table and places else None
         if value not in self.tables:
             self.tables[value] = None
             for positions in self.positions:

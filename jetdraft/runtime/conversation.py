@@ -58,7 +58,7 @@ class Conversation:
         self._stream: Stream | None = None
 
     def say(self, text: str, **options: Unpack[GenerateOptions]) -> Iterator[Piece]:
-        """Start the reply to `text`, and to `images` among the options, a list of files.
+        """Start the reply to `text` and the `images` among the options.
 
         `messages` gets both when the pieces end.
         """

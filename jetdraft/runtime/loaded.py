@@ -261,6 +261,12 @@ class LoadedBundle:
             if graph and graph.source and graph.source.encode(source):
                 self.forget()
 
+    @property
+    def picture_token(self) -> int | None:
+        """The id of the token for each row of a picture; None for text alone."""
+        vision = self.bundle.vision
+        return None if vision is None else self.text.token_id(vision.token)
+
     def place_pictures(
         self, prompt: list[int], images: Sequence[npt.NDArray[np.uint8]]
     ) -> tuple[list[int], list[Tiles]]:
@@ -274,11 +280,12 @@ class LoadedBundle:
                 fact = "the bundle's model reads no images; leave them out, or export "
                 raise OptionError(f"{fact}a model of docs/images.md", "images")
             return prompt, []
-        token = self.text.token_id(vision.token)
+        token = self.picture_token
         places = [place for place, id in enumerate(prompt) if id == token]
         if len(places) != len(images):
-            fact = f"the prompt has {len(places)} places for {len(images)} images; write"
-            raise OptionError(f"{fact} {vision.token} for each, or chat", "images")
+            fact = f"the prompt has {len(places)} places for {len(images)} images"
+            fix = f"write {vision.token} for each, or chat"
+            raise OptionError(f"{fact}; {fix}", "images")
         pictures, ids, start = [cut(image, vision) for image in images], [], 0
         for place, picture in zip(places, pictures, strict=True):
             ids += [*prompt[start:place], *self.text.encode(picture.text, False)]
@@ -295,10 +302,10 @@ class LoadedBundle:
         self, prompt: Sequence[int], pictures: Sequence[Tiles]
     ) -> Sequence[int]:
         """Encode the pictures of a prompt; return its ids with those of their rows."""
-        rows, vision = self.target.pictures, self.bundle.vision
-        if rows is None or vision is None:
+        rows, token = self.target.pictures, self.picture_token
+        if rows is None or token is None:
             return prompt
-        if not rows.encode(prompt, self.text.token_id(vision.token), pictures):
+        if not rows.encode(prompt, token, pictures):
             self.forget()
         return rows.ids.tolist() if pictures else prompt
 

@@ -341,22 +341,17 @@ class PictureRows:
         """
         if not self._turns:
             return
-        slots = len(self._turns[0].array)
-        places_of_axes, start, behind = np.zeros((3, slots), np.int64), 0, 0
+        slots, start = len(self._turns[0].array), 0
+        turned = np.tile(np.arange(slots), (3, 1))  # By axis and slot.
         for picture in pictures:
-            first, lines = places[start], picture.lines
-            columns, end = picture.rows // lines, first + picture.rows
-            steps = [np.zeros(picture.rows), *np.indices((lines, columns)).reshape(2, -1)]
-            places_of_axes[:, first:end] = np.stack(steps) + first - behind
-            behind += picture.rows - max(lines, columns)
-            places_of_axes[:, end:] = -behind
-            start += picture.rows
-        is_text = np.ones(slots, bool)
-        is_text[places] = False
-        places_of_axes[:, is_text] += np.arange(slots)[is_text]
-        axes = np.array(self._vision.axes)
-        turned = places_of_axes[axes].T.astype(np.float32)
-        angles: Float32s = turned * np.array(self._vision.frequencies, np.float32)
+            first, rows = places[start], picture.rows
+            sizes = picture.lines, rows // picture.lines
+            begin, end, start = turned[0, first], first + rows, start + rows
+            turned[:, first:end] = begin
+            turned[1:, first:end] += np.indices(sizes).reshape(2, -1)
+            turned[:, end:] = begin + max(sizes) + np.arange(slots - end)
+        by_pair = turned[list(self._vision.axes)].T.astype(np.float32)
+        angles: Float32s = by_pair * np.array(self._vision.frequencies, np.float32)
         for tensor, function in zip(self._turns, (np.cos, np.sin), strict=True):
             tensor.array[:] = function(angles)
             tensor.upload()

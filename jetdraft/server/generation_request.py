@@ -341,7 +341,9 @@ def _read_schema(form: object) -> dict[str, Any] | None:
 def _read_prediction(field: object) -> str:
     match field:
         case {"type": "content", "content": content}:
-            return _read_content(content, "prediction.content")
+            text = _read_content(content, "prediction.content")
+            if isinstance(text, str):
+                return text
     raise _field_error("prediction", '{"type": "content", "content": "..."}')
 
 

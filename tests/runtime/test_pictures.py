@@ -15,7 +15,7 @@ from tokenizers import AddedToken
 
 import jetdraft
 from jetdraft.errors import OptionError
-from jetdraft.runtime.pictures import MAX_PIXELS, cut, read_picture
+from jetdraft.runtime.pictures import MAX_PIXELS, cut, encoder_inputs, read_picture
 from jetdraft.server import Limits
 from jetdraft.server.app import Service
 from tests.server.serving import served
@@ -64,7 +64,46 @@ def internvl(image):
     }
 
 
-FAMILIES = {"smolvlm": smolvlm, "internvl": internvl}
+def qwen(kind, text, vision, sections):
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": sections}
+    own = {"hidden_size": 48, "intermediate_size": 64, "num_heads": 3, "depth": 3}
+    marks = ("video_token_id", "vision_start_token_id", "vision_end_token_id")
+
+    def make(image):
+        config = transformers.AutoConfig.for_model(
+            kind,
+            vision_config={**own, "patch_size": 8, "out_hidden_size": 64, **vision},
+            text_config={**TEXT, **text, "rope_parameters": {**rope, **text["rope"]}},
+            image_token_id=image,
+            **{mark: image + 1 + number for number, mark in enumerate(marks)},
+        )
+        return config, {
+            "image_processor_type": "Qwen2VLImageProcessor",
+            "size": {"shortest_edge": 256, "longest_edge": 128 * 64},
+            "patch_size": 8,
+        }
+
+    return make
+
+
+TABLE = {"num_position_embeddings": 64}
+HYBRID = {
+    **{"layer_types": ["linear_attention", "full_attention"]},
+    **{"linear_num_value_heads": 4, "linear_num_key_heads": 2},
+    **{"linear_key_head_dim": 16, "linear_value_head_dim": 16},
+    **{"head_dim": 32, "rope": {"partial_rotary_factor": 0.5}},
+}
+WINDOWS = {"window_size": 32, "fullatt_block_indexes": [1]}
+FAMILIES = {
+    "smolvlm": smolvlm,
+    "internvl": internvl,
+    "qwen3_vl": qwen(
+        *("qwen3_vl", {"rope": {"mrope_interleaved": True}}),
+        *({**TABLE, "deepstack_visual_indexes": [0, 2]}, [4, 2, 2]),
+    ),
+    "qwen2_5_vl": qwen("qwen2_5_vl", {"rope": {}}, WINDOWS, [4, 2, 2]),
+    "qwen3_5": qwen("qwen3_5", HYBRID, TABLE, [4, 2, 2]),
+}
 
 
 def save(folder, family):
@@ -120,10 +159,16 @@ def wanted(both, messages, images, tokens=24):
     """The prompt's logits and the greedy text by transformers."""
     model, whole, processor = both
     ids, _ = model.parts.place_pictures(model.chat_prompt(messages), images)
-    pixels = processor(images=[images], return_tensors="pt")["pixel_values"]
-    if isinstance(whole, transformers.InternVLForConditionalGeneration):
-        pixels = processor(images=images, return_tensors="pt")["pixel_values"]
-    given = {"input_ids": torch.tensor([ids]), "pixel_values": pixels}
+    pictures = [Image.fromarray(image) for image in images]
+    if whole.config.model_type == "smolvlm":
+        pictures = [pictures]
+    given = {**processor(images=pictures, return_tensors="pt")}
+    for name in ("pixel_attention_mask", "num_patches", "rows", "cols"):
+        given.pop(name, None)
+    given["input_ids"] = torch.tensor([ids])
+    if "image_grid_thw" in given:
+        is_row = given["input_ids"] == whole.config.image_token_id
+        given["mm_token_type_ids"] = is_row.int()
     with torch.no_grad():
         logits = whole(**given).logits[0, -1]
         text = whole.generate(**given, max_new_tokens=tokens, do_sample=False)
@@ -137,11 +182,10 @@ SIZES = [(50, 83), (83, 50), (1, 1), (3, 500), (128, 128), (200, 90), (32, 32)]
 def test_tiles_are_those_of_the_image_processor(both, height, width):
     model, _, processor = both
     vision, image = model.bundle.vision, picture(1, height, width)
-    tiles = cut(image, vision).pixels.astype(np.float32).transpose(0, 3, 1, 2)
-    mean, std = (np.reshape(x, (3, 1, 1)) for x in (vision.mean, vision.std))
+    tiles = [encoder_inputs(t, vision)["pixels"] for t in cut(image, vision).pixels]
     given = [Image.fromarray(image)]  # of an array it guesses the axes
     pixels = processor(images=given, return_tensors="np")["pixel_values"]
-    assert np.allclose((tiles / 255 - mean) / std, pixels.reshape(tiles.shape), atol=1e-5)
+    assert np.allclose(np.concatenate(tiles).ravel(), pixels.ravel(), atol=1e-5)
 
 
 @pytest.mark.parametrize("method", ["none", "auto", "lookup"])
@@ -153,9 +197,13 @@ def test_texts_about_pictures_are_those_of_transformers(both, method):
     assert chosen.token_ids == text
     best = torch.log_softmax(logits.float(), -1)[text[0]].item()
     assert chosen.logprobs[0].logprob == pytest.approx(best, abs=1e-4)
-    again = model.chat(messages, method=method, max_new_tokens=24, temperature=0.8, seed=4)
+    again = model.chat(
+        messages, method=method, max_new_tokens=24, temperature=0.8, seed=4
+    )
     model.forget()
-    plain = model.chat(messages, method="none", max_new_tokens=24, temperature=0.8, seed=4)
+    plain = model.chat(
+        messages, method="none", max_new_tokens=24, temperature=0.8, seed=4
+    )
     assert again.token_ids == plain.token_ids
 
 
@@ -166,7 +214,8 @@ def test_rows_are_kept_for_the_same_picture_only(both):
     for piece in talk.say("what", images=[picture(4)]):
         assert piece
     rows = talk.last.stats.prompt_tokens
-    assert all(talk.say("and")) and talk.last.stats.reused_tokens >= rows - 1
+    assert all(talk.say("and"))
+    assert talk.last.stats.reused_tokens >= rows - 1
     later = talk.last.token_ids
     model.forget()
     fresh = model.chat(talk.messages[:-1], max_new_tokens=8, method="none")
@@ -241,36 +290,51 @@ def post(address, path, body):
         return error.code, json.loads(error.read())
 
 
-def test_the_server_takes_pictures_in_every_dialect(both, tmp_path):
-    model, image = both[0], picture(8)
-    data = base64.b64encode(encoded(Image.fromarray(image))).decode()
-    url = f"data:image/png;base64,{data}"
-    said = model.chat(asked(image_of(image), text_of("the")), max_new_tokens=6).text
-    parts = {
-        "chat": {"type": "image_url", "image_url": {"url": url}},
-        "responses": {"type": "input_image", "image_url": url},
-        "messages": {"type": "image", "source": {"type": "base64", "data": data}},
-    }
-    with jetdraft.Pool(model.bundle.path, 1, threads=1) as pool:
-        with served(Service(pool, "eyes", Limits())) as address:
-            for path, name in {"chat/completions": "chat", "messages": "messages"}.items():
-                body = {"model": "eyes", "max_tokens": 6, "temperature": 0}
-                body["messages"] = asked(parts[name], text_of("the"))
-                status, answer = post(address, f"/v1/{path}", body)
-                assert status == 200, answer
-                assert said in json.dumps(answer, ensure_ascii=False)
-            body = {"model": "eyes", "max_output_tokens": 6, "temperature": 0}
-            body["input"] = asked(parts["responses"], {"type": "input_text", "text": "the"})
-            status, answer = post(address, "/v1/responses", body)
-            assert status == 200 and said in json.dumps(answer, ensure_ascii=False)
-            body = {"model": "eyes", "stream": False, "options": {"num_predict": 6}}
-            body["options"]["temperature"] = 0
-            body["messages"] = [{"role": "user", "content": "the", "images": [data]}]
-            status, answer = post(address, "/api/chat", body)
-            assert status == 200 and answer["message"]["content"] == said
-            wrong = ["http://x/y.png", "data:image/png;base64,###", "data:;base64,AAAA"]
-            for url in wrong:
-                part = {"type": "image_url", "image_url": {"url": url}}
-                body = {"model": "eyes", "messages": asked(part)}
-                status, answer = post(address, "/v1/chat/completions", body)
-                assert status == 400 and "image" in answer["error"]["message"], answer
+DATA = base64.b64encode(encoded(Image.fromarray(picture(8)))).decode()
+URL = f"data:image/png;base64,{DATA}"
+SHORT = {"model": "eyes", "max_tokens": 6, "temperature": 0, "stream": False}
+OLLAMA = {"model": "eyes", "stream": False, "options": {"num_predict": 6}}
+OLLAMA["options"] |= {"temperature": 0}
+SEEN = {
+    "/v1/chat/completions": SHORT
+    | {
+        "messages": asked(
+            {"type": "image_url", "image_url": {"url": URL}}, text_of("a")
+        )
+    },
+    "/v1/messages": SHORT
+    | {
+        "messages": asked(
+            {"type": "image", "source": {"type": "base64", "data": DATA}}, text_of("a")
+        )
+    },
+    "/v1/responses": {
+        **{"model": "eyes", "max_output_tokens": 6, "temperature": 0},
+        "input": asked(
+            {"type": "input_image", "image_url": URL},
+            {"type": "input_text", "text": "a"},
+        ),
+    },
+    "/api/chat": OLLAMA
+    | {"messages": [{"role": "user", "content": "a", "images": [DATA]}]},
+    "/api/generate": OLLAMA | {"prompt": "a", "images": [DATA]},
+}
+UNSEEN = ["http://x/y.png", "data:image/png;base64,###", "data:;base64,AAAA", "x.png"]
+
+
+def test_the_server_takes_pictures_in_every_dialect(both):
+    model, path = both[0], "/v1/chat/completions"
+    said = model.chat(asked(image_of(picture(8)), text_of("a")), max_new_tokens=6).text
+    with (
+        jetdraft.Pool(model.bundle.path, 1, threads=1) as pool,
+        served(Service(pool, "eyes", Limits())) as address,
+    ):
+        for place, body in SEEN.items():
+            status, answer = post(address, place, body)
+            assert status == 200, answer
+            assert json.dumps(said)[1:-1] in json.dumps(answer), place
+        for url in UNSEEN:
+            part = {"type": "image_url", "image_url": {"url": url}}
+            status, answer = post(address, path, {**SHORT, "messages": asked(part)})
+            assert status == 400
+            assert "image" in answer["error"]["message"]
