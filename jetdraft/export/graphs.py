@@ -28,7 +28,7 @@ from jetdraft.export.derived import (
     standardize,
 )
 from jetdraft.export.export_options import ExportOptions
-from jetdraft.export.fusing import fuse, replace_gather_nd
+from jetdraft.export.fusing import fuse, replace_gather_nd, split_gemms
 from jetdraft.export.selected_attention import add_selection
 from jetdraft.export.source_step import EncoderStep, SourceStep, VisionStep
 from jetdraft.export.step import CUT, ProbeStep, Step, StreamStep, write_probe_weights
@@ -163,6 +163,7 @@ def write_vision(job: Job, contract: StepContract) -> Vision:
             vision = replace(vision, rows=step(*step.example_inputs())[0].shape[1])
     names = {id(weight): f"vision.{n}" for n, weight in tower.named_parameters()}
     model = trace(step, names)
+    split_gemms(model.graph)
     quantizer = job.quantization
     if quantizer.recipe.bits is not None:
         kernel = KERNELS[quantizer.standard or quantizer.recipe.scheme not in GRIDS]
