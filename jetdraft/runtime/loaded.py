@@ -51,7 +51,7 @@ from jetdraft.runtime.passes.opener import (
 from jetdraft.runtime.passes.prefix import Prefix
 from jetdraft.runtime.passes.pruned_halves import PrunedHalves
 from jetdraft.runtime.passes.session import Spinning, default_threads, threads_of_pair
-from jetdraft.runtime.pictures import Tiles, cut
+from jetdraft.runtime.pictures import NO_IMAGES, Tiles, cut
 from jetdraft.runtime.text.codec import TextCodec
 from jetdraft.runtime.text.worker_process import Vocabulary
 
@@ -277,8 +277,7 @@ class LoadedBundle:
         vision = self.bundle.vision
         if vision is None:
             if images:
-                fact = "the bundle's model reads no images; leave them out, or export "
-                raise OptionError(f"{fact}a model of docs/images.md", "images")
+                raise OptionError(NO_IMAGES, "images")
             return prompt, []
         token = self.picture_token
         places = [place for place, id in enumerate(prompt) if id == token]

@@ -18,7 +18,7 @@ from jetdraft.runtime.generation import Generation
 from jetdraft.runtime.loaded import LoadedBundle
 from jetdraft.runtime.passes.opener import LoadOptions
 from jetdraft.runtime.passes.prefix import load_prefix, save_prefix
-from jetdraft.runtime.pictures import read_picture
+from jetdraft.runtime.pictures import NO_IMAGES, PictureInput, cut, read_picture
 from jetdraft.runtime.piece import Result
 from jetdraft.runtime.planning.drafting import Drafting
 from jetdraft.runtime.planning.options import GenerateOptions, Options
@@ -372,6 +372,19 @@ class Model:
         text = self.template.render(messages, **variables)
         check_characters(len(text), self.bundle.target.contract.capacity)
         return self.parts.text.encode(text, add_special=False)
+
+    def encode_image(self, image: PictureInput) -> bool:
+        """Encode an image that a later prompt shows, so that its text begins sooner.
+
+        Any thread may call it, also during a generation; it does nothing and returns
+        False if the buffer has no room beside earlier images. Raises `OptionError`.
+
+        thread.submit(model.encode_image, camera.next_frame())
+        """
+        rows, vision = self.parts.target.pictures, self.bundle.vision
+        if rows is None or vision is None:
+            raise OptionError(NO_IMAGES, "images")
+        return rows.encode_ahead(cut(read_picture(image), vision))
 
     def encode(self, text: str) -> list[int]:
         """The ids of a text's tokens, as of a prompt; raises `OptionError`.

@@ -13,6 +13,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from threading import Lock
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -35,6 +36,10 @@ FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF")
 PictureInput = str | Path | bytes | npt.NDArray[np.uint8]
 """A file, its bytes, or uint8 [height, width, 3] in the order red, green, blue; an
 image of Pillow too."""
+NO_IMAGES = (
+    "the bundle's model reads no images; leave them out, or export a model of "
+    "docs/images.md with its preprocessor_config.json"
+)
 Size = tuple[int, int]  # Width and height.
 
 
@@ -291,24 +296,17 @@ class PictureRows:
         self._filled = 0
         self.ids: Int64s = np.zeros(0, np.int64)
         self.seconds = 0.0
+        self._lock = Lock()
         self._turn([], [])
 
     def encode(
         self, prompt: Sequence[int], token: int, pictures: Sequence[Tiles]
     ) -> bool:
         """Set `ids`, and encode what is new; False if earlier ids lost their rows."""
-        wanted = {each.digest: each for each in pictures}
-        fresh = [digest for digest in wanted if digest not in self._firsts]
-        slots, needed = len(self._rows.array), sum(wanted[d].rows for d in fresh)
-        has_room = self._filled + needed <= slots
-        if not has_room:
-            self._firsts, self._filled, fresh = {}, 0, [*wanted]
-        for digest in fresh:
-            first, self._filled = self._filled, self._filled + wanted[digest].rows
-            self._encode(wanted[digest], first)
-            self._firsts[digest] = first
-        if fresh:
-            self._rows.upload()
+        with self._lock:
+            if not (has_room := self._encode_new(pictures)):
+                self._firsts, self._filled = {}, 0
+                self._encode_new(pictures)
         if len(self.ids) or pictures:
             self.ids = np.array(prompt if pictures else (), np.int64)
             places = np.flatnonzero(self.ids == token)
@@ -320,6 +318,25 @@ class PictureRows:
             ]
             self.ids[places] = self._vision.first_row + np.concatenate([[], *rows])
         return has_room
+
+    def encode_ahead(self, picture: Tiles) -> bool:
+        """Encode a picture of a later prompt, from any thread; False without room."""
+        with self._lock:
+            return self._encode_new([picture])
+
+    def _encode_new(self, pictures: Sequence[Tiles]) -> bool:
+        """Encode the pictures that have no rows; does nothing if they do not fit."""
+        fresh = {p.digest: p for p in pictures if p.digest not in self._firsts}
+        needed = sum(each.rows for each in fresh.values())
+        if self._filled + needed > len(self._rows.array):
+            return False
+        for digest, picture in fresh.items():
+            first, self._filled = self._filled, self._filled + picture.rows
+            self._encode(picture, first)
+            self._firsts[digest] = first
+        if fresh:
+            self._rows.upload()
+        return True
 
     def _encode(self, picture: Tiles, first: int) -> None:
         """Write the rows of a picture behind those before `first`."""

@@ -3,24 +3,30 @@
 import base64
 import io
 import json
+import sys
 import urllib.error
 import urllib.request
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import transformers
+from click.testing import CliRunner
 from PIL import Image
 from tokenizers import AddedToken
 
 import jetdraft
+from jetdraft.cli import main as cli
 from jetdraft.errors import OptionError
 from jetdraft.runtime.pictures import MAX_PIXELS, cut, encoder_inputs, read_picture
 from jetdraft.server import Limits
 from jetdraft.server.app import Service
+from tests.programs import printed
 from tests.server.serving import served
 from tests.tiny import VOCAB_SIZE, exported, save_tokenizer
 
+CAMERA = Path(__file__).parents[2] / "examples" / "camera.py"
 SIDE = 32
 MARKS = ["<image>", "<fake_token_around_image>", "<global-img>", "<img>", "</img>"]
 MARKS += [f"<row_{r}_col_{c}>" for r in range(1, 5) for c in range(1, 5)]
@@ -338,3 +344,33 @@ def test_the_server_takes_pictures_in_every_dialect(both):
             status, answer = post(address, path, {**SHORT, "messages": asked(part)})
             assert status == 400
             assert "image" in answer["error"]["message"]
+
+
+@pytest.mark.parametrize("both", ["smolvlm"], indirect=True)
+def test_a_camera_and_the_command_line(both, tmp_path):
+    bundle = both[0].bundle.path
+    lines = printed(sys.executable, CAMERA, bundle, "--frames", 2).splitlines()
+    assert [json.loads(line)["frame"] for line in lines] == [0, 1]
+    (tmp_path / "x.png").write_bytes(encoded(Image.fromarray(picture(9))))
+    common = ["generate", str(bundle), "a", "-n", "4", "--temperature", "0"]
+    done = CliRunner().invoke(cli, [*common, "--image", str(tmp_path / "x.png")])
+    said = both[0].chat(asked(image_of(picture(9)), text_of("a")), max_new_tokens=4)
+    assert done.stdout.startswith(said.text)
+    done = CliRunner().invoke(cli, [*common, "--image", str(tmp_path)])
+    assert done.exit_code == 2
+    talk = ["chat", str(bundle), "-n", "4", "--image", str(tmp_path / "x.png")]
+    done = CliRunner().invoke(cli, [*talk, "--temperature", "0"], input="a\n/image y\n")
+    assert done.stdout.startswith(said.text)
+    assert "No such file" in done.stderr
+
+
+@pytest.mark.parametrize("both", ["qwen3_vl"], indirect=True)
+def test_a_picture_is_encoded_ahead_while_another_is_read(both):
+    model, ahead = both[0], picture(11)
+    for piece in model.stream("the", max_new_tokens=8):
+        assert model.encode_image(ahead), piece
+    before = model.parts.target.pictures.seconds
+    messages = asked(image_of(ahead), text_of("a"))
+    said = model.chat(messages, max_new_tokens=8)
+    assert model.parts.target.pictures.seconds == before
+    assert said.token_ids == wanted(both, messages, [ahead], 8)[1]
