@@ -9,6 +9,7 @@ drafter.onnx, drafter-tree.onnx, ...   the same graphs of a drafter
 target-encoder.onnx, ...   the encoder of a target that reads a source
 drafter-vocabulary.npy   the draft vocabulary of a head: its token ids
 target-adapter-NAME.onnx   the target with LoRA, which target.onnx.data has too
+target-vision.onnx   the encoder of a target that reads pictures
 streams.npz       the weights of the streams, for a target with streams
 similarity.npy    small embeddings of the target: they find similar requests
 tokenizer.json, chat_template.jinja   if the checkpoint has them
@@ -39,7 +40,7 @@ from jetdraft.manifest import (
     seal_hash,
     sha256_of,
 )
-from jetdraft.parsing import Count, Rule, one_of, read_fields
+from jetdraft.parsing import Count, Rule, Size, in_range, one_of, read_fields
 
 # Graphs with onnxruntime's operators, with ai.onnx only, and without TensorScatter.
 CONTRIB, STANDARD, SCATTERED = FLAVOURS = "contrib", "standard", "standard-scatternd"
@@ -153,6 +154,48 @@ class Embedding:
     default_prompt: str | None = None
 
 
+# Values of `Vision.tiling`, and keys of `Vision.text`.
+SPLIT, GRID, WHOLE, PATCHES = TILINGS = ("split", "grid", "whole", "patches")
+TEXTS = ("begin", "tile", "line", "grid", "whole", "end")
+
+
+@dataclass(frozen=True)
+class Vision:
+    """How a model reads pictures, from its config and its image processor's.
+
+    The graph in `file` makes `rows` rows of a tile, float32 [1, 3, `side`, `side`] with
+    this `mean` and `std`; their ids begin at `first_row`. By `tiling` a picture is
+    split after its longer edge is resized to `edge`, or fills the best grid of `least`
+    to `most` tiles, or is resized to one tile; `filter` is Pillow's. Or it becomes
+    patches of `edge` pixels, in squares of `side` pixels that make a row each, of
+    `least` to `most` pixels in all; `table` is the edge of a table of positions, and
+    `window` the edge of windows, in rows.
+
+    A prompt has the text `token` for each picture, which becomes: `text["begin"]`,
+    "tile" before each tile, "line" after each row of tiles, "grid" after all, "whole"
+    before the tile with the whole picture, and "end". Pairs of a head turn with
+    `frequencies`, by the `axes` of a row: its place in the text, its line and column.
+    """
+
+    file: FileName
+    token: str
+    first_row: Count
+    rows: Size
+    side: Size
+    tiling: Annotated[str, one_of(*TILINGS)]
+    edge: Count
+    least: Size
+    most: Size
+    filter: Annotated[str, one_of("bilinear", "bicubic", "lanczos")]
+    mean: tuple[float, float, float]
+    std: tuple[float, float, float]
+    text: dict[str, str]
+    table: Count = 0
+    window: Count = 0
+    frequencies: tuple[float, ...] = ()
+    axes: tuple[Annotated[int, in_range(0, 2)], ...] = ()
+
+
 # The order of its fields is their order in the manifest.
 @dataclass(frozen=True, kw_only=True)
 class Bundle:
@@ -164,9 +207,10 @@ class Bundle:
     `passed_over` has a line for each field of the checkpoint that is ignored but would
     change the text. `special_tokens` are the tokenizer's, by their names in the chat
     template. `start_token_ids` begin the text of an encoder-decoder, and are empty for
-    a decoder alone. `speech` is None for a model of text, and `embedding` for a model
-    that writes. `adapters` change the target at run time; by name, they have the
-    acceptance of drafts by position, which is empty if it was not measured.
+    a decoder alone. `speech` is None for a model of text, `embedding` for a model that
+    writes, and `vision` for a model without eyes. `adapters` change the target at run
+    time; by name, they have the acceptance of drafts by position, which is empty if it
+    was not measured.
 
         Bundle.open("bundle").generation  # {"temperature": 0.6, "top_p": 0.95}
     """
@@ -188,6 +232,7 @@ class Bundle:
     adapters: dict[
         Annotated[str, Rule("an adapter's name", is_adapter_name)], tuple[Share, ...]
     ] = field(default_factory=dict)
+    vision: Vision | None = None
     tools: dict[str, str]
     files: dict[FileName, FileRecord] = field(default_factory=dict)
 
@@ -307,6 +352,16 @@ class Bundle:
             raise ValueError("a model that hears has tokens of speech")
         if self.embedding and not contract.feature_size:
             raise ValueError("a model that embeds gives its states")
+        vision = self.vision
+        if bool(vision) != bool(contract.picture_size) or (
+            vision
+            and (
+                vision.file not in self.files
+                or vision.text.keys() != {*TEXTS}
+                or not len(vision.frequencies) == len(vision.axes) == contract.turn_size
+            )
+        ):
+            raise ValueError("a model that sees has an encoder of pictures")
 
     def to_json(self) -> dict[str, Any]:
         """Return the manifest's fields, with their hash in the field `SEAL`."""

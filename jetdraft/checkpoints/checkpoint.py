@@ -39,6 +39,7 @@ from jetdraft.checkpoints.streams import (
     load_prompts,
     load_streams,
 )
+from jetdraft.checkpoints.vision import picture_sizes
 from jetdraft.errors import CheckpointError, printable
 from jetdraft.ort import no_progress_bars, silenced
 from jetdraft.parsing import read_json_file, read_record
@@ -72,6 +73,7 @@ class Checkpoint:
     start_token_ids: tuple[int, ...] = ()
     speech: Speech | None = None
     embedding: Embedding | None = None
+    picture_sizes: tuple[int, int] = (0, 0)
 
     @classmethod
     def load(
@@ -114,6 +116,7 @@ class Checkpoint:
             start_token_ids=_start_token_ids(source, model),
             speech=read_speech(source, model),
             embedding=embedding,
+            picture_sizes=picture_sizes(source, model),
         )
 
     @classmethod

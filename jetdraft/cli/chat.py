@@ -15,6 +15,7 @@ from jetdraft.errors import JetdraftError
 from jetdraft.runtime.conversation import Conversation
 from jetdraft.runtime.model import Model, load
 from jetdraft.runtime.passes.opener import LoadOptions
+from jetdraft.runtime.pictures import PictureInput, read_picture
 from jetdraft.runtime.planning.options import GenerateOptions
 from jetdraft.runtime.text.template import user_message
 
@@ -22,6 +23,7 @@ HELP_TEXT = """/stats       print the stats of the last reply
 /reset       start again
 /save FILE   save the conversation
 /load FILE   continue a saved conversation
+/image FILE  show an image with the next message
 /quit        end, like Ctrl-D; Ctrl-C only stops a reply
 Pasted lines are one message."""
 
@@ -46,7 +48,7 @@ Pasted lines are one message."""
 )
 @flags.generate_options(
     *("max_new_tokens", "max_thinking_tokens", *flags.SAMPLING, *flags.CONSTRAINTS),
-    *("method", "drafting"),
+    *("method", "drafting", "images"),
     max_new_tokens=512,
 )
 @flags.runtime_options("store")
@@ -61,6 +63,7 @@ def command(
     """Talk to BUNDLE's model, line by line; /help lists the commands."""
     with load(bundle, **runtime) as model:
         announce_first_run(model)
+        images: list[PictureInput] = [*options.pop("images", ())]
         fields = flags.with_defaults(options, model)
         template = {
             name: _parse_value(value)
@@ -79,7 +82,7 @@ def command(
             act = _run_command if is_order else _print_reply
             try:
                 if line.strip():
-                    act(talk, line)
+                    act(talk, line, images)
             except JetdraftError as error:  # it ends no chat
                 click.echo(f"error: {message_with_flags(error)}", err=True)
                 failed = True
@@ -121,11 +124,15 @@ def _read_message() -> str | None:
         return ""
 
 
-def _print_reply(talk: Conversation, line: str) -> None:
-    """Print the model's reply, in a terminal its thought too; Ctrl-C ends it only."""
+def _print_reply(talk: Conversation, line: str, images: list[PictureInput]) -> None:
+    """Print the model's reply, in a terminal its thought too; Ctrl-C ends it only.
+
+    The message takes the images away.
+    """
+    shown = [images.pop(0) for _ in list(images)]
     shows_thoughts, after_thought = sys.stdout.isatty(), False
     with contextlib.suppress(KeyboardInterrupt):  # the reply so far is kept
-        for piece in talk.say(line):
+        for piece in talk.say(line, images=shown):
             if piece.thought and shows_thoughts:
                 click.secho(piece.thought, nl=False, dim=True)
                 after_thought = True
@@ -135,7 +142,7 @@ def _print_reply(talk: Conversation, line: str) -> None:
     click.echo()
 
 
-def _run_command(talk: Conversation, line: str) -> None:
+def _run_command(talk: Conversation, line: str, images: list[PictureInput]) -> None:
     order, *rest = line.split(maxsplit=1)
     if order == "/reset":
         talk.reset()
@@ -145,6 +152,8 @@ def _run_command(talk: Conversation, line: str) -> None:
         click.echo(f"{stats_line(stats)}\n{kept}", err=True)
     elif order == "/stats":
         click.echo("there is no reply yet", err=True)
+    elif order == "/image" and rest:
+        images.append(read_picture(rest[0]))
     elif order in ("/save", "/load") and rest:
         (talk.save if order == "/save" else talk.load)(rest[0])
     else:

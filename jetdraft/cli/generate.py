@@ -40,7 +40,7 @@ ENDING = ("max_new_tokens", "stop", "ignore_eos")
     *flags.SAMPLING,
     *flags.CONSTRAINTS,
     *flags.DRAFTING,
-    "repetition_penalty",
+    *("repetition_penalty", "images"),
     max_new_tokens=128,
 )
 @flags.runtime_options("store")
@@ -74,7 +74,7 @@ def command(
     if raw or model.bundle.chat_template is None:
         stream = model.stream(text, **fields)
     else:
-        ids = model.chat_prompt([user_message(text)])
+        ids = model.chat_prompt([user_message(text, options.get("images", ()))])
         stream = model.stream(token_ids=ids, **fields)
 
     def show(piece: Piece | None) -> None:

@@ -65,6 +65,8 @@ SOURCE = "source"  # The name of the dynamic axis of a source's tokens.
 STATE_ROWS = TensorSpec("state_rows", "int64", (2,))
 # The inputs with the row and the stream of each probe, and with the prefix rows.
 _PROBE_INPUTS = [TensorSpec(f"probe_{n}", "int64", (PROBES,)) for n in ("rows", "ids")]
+PICTURES = "pictures"  # The input with the rows of pictures.
+TURNS = ("cosines", "sines")  # The inputs with the rotation of each slot.
 PREFIX_ROWS = TensorSpec("prefix_rows", "int64", (PREFIX,))
 
 
@@ -96,6 +98,9 @@ class StepContract:
     value). A pass of at most `WIDEST` rows leaves these as they were, keeps its rows
     behind them or in a tensor (WIDEST, numbers); the next pass takes up those that were
     committed. A wider pass is committed whole. A row chooses `experts` of all layers.
+    Instead of an embedding it may read one of `capacity` rows of `picture_size`, whose
+    numbers beyond an embedding's are added to the states after the first layers. With a
+    `turn_size` its keys are rotated by `TURNS`, two numbers of a slot for each pair.
 
         contract = StepContract(
             vocab_size=4096, capacity=2048, max_width=128, dtype="float32",
@@ -130,6 +135,8 @@ class StepContract:
     selection: Selection | None = None
     states: tuple[tuple[Size, ...], ...] = ()
     experts: Count = 0
+    picture_size: Count = 0
+    turn_size: Count = 0
 
     def __post_init__(self) -> None:
         contradictions = {
@@ -205,9 +212,22 @@ class StepContract:
             *((SOURCE_LENGTH, *self.cross_inputs) if self.source_slots else ()),
             *([SELECTING] if self.selection else []),
             *self.selections("past"),
+            *self.picture_inputs,
             *([STATE_ROWS] if self.states else []),
             *self.buffers("past"),
             *self.state_tensors("past"),
+        )
+
+    @property
+    def picture_inputs(self) -> tuple[TensorSpec, ...]:
+        """The inputs with the rows of pictures, and with the rotation of each slot."""
+        if not self.picture_size:
+            return ()
+        rows, turns = (self.capacity, self.picture_size), (self.slots, self.turn_size)
+        turned = TURNS if self.turn_size else ()
+        return (
+            TensorSpec(PICTURES, self.dtype, rows),
+            *(TensorSpec(name, "float32", turns) for name in turned),
         )
 
     @property

@@ -22,6 +22,7 @@ from jetdraft.bundle import (
     TARGET,
     TOKENIZER,
     Bundle,
+    Vision,
     check_pair,
 )
 from jetdraft.checkpoints.attention import relative_bias_module
@@ -54,7 +55,7 @@ from jetdraft.export.draft_vocab import (
 )
 from jetdraft.export.drafters import head_taps, load_draft_head, write_head_graphs
 from jetdraft.export.export_options import DTYPES, ExportOptions
-from jetdraft.export.graphs import Job, Progress, write_graphs
+from jetdraft.export.graphs import Job, Progress, write_graphs, write_vision
 from jetdraft.export.measures import Measures
 from jetdraft.export.seams import (
     check_seams,
@@ -126,7 +127,10 @@ def export(
             graphs[DRAFTER] = write_head_graphs(
                 jobs[TARGET][0], graphs[TARGET], head, reader, measures.overlaps
             )
-        bundle = _make_bundle(folder, graphs, models[TARGET], options)
+        vision = None
+        if contracts[TARGET].picture_size:
+            vision = write_vision(jobs[TARGET][0], contracts[TARGET])
+        bundle = _make_bundle(folder, graphs, models[TARGET], options, vision)
         _write_texts(folder, models[TARGET])
         bundle.save()
         on_cpu = all(options.provider_of(name).name == "cpu" for name in graphs)
@@ -156,6 +160,7 @@ def _make_bundle(
     graphs: dict[str, GraphEntry],
     target: Checkpoint,
     options: ExportOptions,
+    vision: Vision | None,
 ) -> Bundle:
     tools = ("jetdraft", "torch", "transformers", "optimum", "onnx", "onnxruntime")
     versions = {}
@@ -175,6 +180,7 @@ def _make_bundle(
         start_token_ids=target.start_token_ids,
         adapters=dict.fromkeys(options.adapter_folders, ()),
         tools=versions,
+        vision=vision,
         **{name: getattr(target, name) for name in copied},
     )
 
@@ -267,6 +273,9 @@ def _make_contract(
         feature_size=checkpoint.taps.size if checkpoint.taps else 0,
         draft_vocab=draft_vocab if name == DRAFTER else 0,
     )
+    if name == TARGET:
+        size, turns = checkpoint.picture_sizes
+        contract = replace(contract, picture_size=size, turn_size=turns)
     if probes is not None:
         contract = replace(contract, streams=probes.gamma)
     if isinstance(probes, PromptSettings):

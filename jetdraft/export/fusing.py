@@ -28,17 +28,29 @@ _SWAP = [0, 2, 1, 3]
 
 
 class RotationInHalves(pattern.RewriteRuleClassBase):  # type: ignore[misc]
-    """Rewrites x cos + rotate_half(x) sin, with the heads on `axis`, in float16 too."""
+    """Rewrites x cos + rotate_half(x) sin, with the heads on `axis`, in float16 too.
 
-    def __init__(self, axis: int = 1, casts: bool = True) -> None:
+    Its cosines and sines are of angles, or `given` rows of tables.
+    """
+
+    def __init__(self, axis: int = 1, casts: bool = True, given: bool = False) -> None:
         super().__init__(remove_nodes=False)
-        self.axis, self.casts = axis, casts
+        self.axis, self.casts, self.given = axis, casts, given
 
     def pattern(
-        self, op: Any, x: Any, angles: Any, ends: Any, starts: Any, dtype: Any
+        self,
+        op: Any,
+        x: Any,
+        angles: Any,
+        sines: Any,
+        ends: Any,
+        starts: Any,
+        dtype: Any,
     ) -> Any:
         both = op.Concat(angles, angles, axis=-1)
         turns = [op.Cos(both), op.Sin(both)]
+        if self.given:
+            turns = [both, op.Concat(sines, sines, axis=-1)]
         if self.casts:
             turns = [op.Cast(turn, to=dtype) for turn in turns]
         cosine, sine = (op.Unsqueeze(turn, [self.axis]) for turn in turns)
@@ -59,9 +71,11 @@ class RotationInHalves(pattern.RewriteRuleClassBase):  # type: ignore[misc]
         return result
 
     def rewrite(
-        self, op: Any, x: ir.Value, angles: ir.Value, dtype: Any = None, **_: Any
+        self, op: Any, x: ir.Value, angles: ir.Value, dtype: Any = None, **more: Any
     ) -> Any:
         turns = [op.Cos(angles), op.Sin(angles)]
+        if self.given:
+            turns = [angles, more["sines"]]
         if self.casts:
             turns = [op.Cast(turn, to=dtype) for turn in turns]
         settings = {"interleaved": 0, "num_heads": x.shape[self.axis] if x.shape else 0}
@@ -84,6 +98,10 @@ class RotaryTables:
 
     def table_of(self, value: ir.Value) -> tuple[ir.Value, ir.Value] | None:
         """Return `value` as a table [capacity, d/2], and its positions; or None."""
+        rows = producer(value, "Gather")
+        if rows is not None and rows.inputs[0] in self.graph.inputs:
+            table, places = rows.inputs
+            return (table, places) if table and places else None
         if value not in self.tables:
             self.tables[value] = None
             for positions in self.positions:
@@ -196,7 +214,7 @@ def fuse(
     own_attention: bool = False,
 ) -> None:
     """Rewrite `model` in place; matrices merge only if `forms` are equal, by name."""
-    forms_of_rotation = (1, True), (2, True), (2, False)
+    forms_of_rotation = (1, True), (2, True), (2, False), (1, False, True)
     rewrite(model, [RotationInHalves.rule(*form) for form in forms_of_rotation])
     find_norms(model.graph)
     # Each layer computes the same cosine; merge them, so that all share one table.

@@ -9,12 +9,14 @@ from pathlib import Path
 
 import onnx
 import onnx_ir as ir
+import torch
 from torch import Tensor
 
-from jetdraft.bundle import SCATTERED, STREAMS, TARGET, adapter_file
+from jetdraft.bundle import PATCHES, SCATTERED, STREAMS, TARGET, Vision, adapter_file
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.parameters import make_inputs_constant
 from jetdraft.checkpoints.streams import StreamedModel
+from jetdraft.checkpoints.vision import read_vision
 from jetdraft.contracts.step_contract import SCORES, StepContract
 from jetdraft.errors import UnsupportedModelError
 from jetdraft.export.adapters import Pairs, add_adapters, keep_adapter, read_adapter
@@ -27,9 +29,9 @@ from jetdraft.export.derived import (
     standardize,
 )
 from jetdraft.export.export_options import ExportOptions
-from jetdraft.export.fusing import fuse, replace_gather_nd
+from jetdraft.export.fusing import fuse, replace_gather_nd, split_gemms
 from jetdraft.export.selected_attention import add_selection
-from jetdraft.export.source_step import EncoderStep, SourceStep
+from jetdraft.export.source_step import EncoderStep, SourceStep, VisionStep
 from jetdraft.export.step import CUT, ProbeStep, Step, StreamStep, write_probe_weights
 from jetdraft.export.tracer import trace
 from jetdraft.manifest import GraphEntry, Halves
@@ -37,7 +39,7 @@ from jetdraft.native import DOMAIN
 from jetdraft.quant.blocks import Floats
 from jetdraft.quant.edits import PARAMETER
 from jetdraft.quant.weights import Quantization, routers
-from jetdraft.recipe import KERNELS
+from jetdraft.recipe import GRIDS, KERNELS, RUNGS, Recipe
 
 Progress = Callable[[str, int, int], None]  # Stage, steps done, steps in all.
 
@@ -159,6 +161,29 @@ def write_encoder(job: Job, entry: GraphEntry, quantizer: Quantization) -> Graph
     _save_with_weights(model, file)
     job.report(stage, 1, 1)
     return replace(entry, encoder_file=file.name)
+
+
+def write_vision(job: Job, contract: StepContract) -> Vision:
+    """Write the graph that encodes pictures, in 8 bits unless the target has floats."""
+    file = job.graph_file("vision")
+    stage = "trace the pictures' encoder"
+    job.report(stage, 0, 1)
+    tower, vision = read_vision(job.checkpoint.source, job.checkpoint.model, file.name)
+    step = VisionStep(tower, contract, vision)
+    if vision.tiling != PATCHES:
+        with torch.no_grad():
+            vision = replace(vision, rows=step(*step.example_inputs())[0].shape[1])
+    names = {id(weight): f"vision.{n}" for n, weight in tower.named_parameters()}
+    model = trace(step, names)
+    split_gemms(model.graph)
+    quantizer = job.quantization
+    if quantizer.recipe.bits is not None:
+        kernel = KERNELS[quantizer.standard or quantizer.recipe.scheme not in GRIDS]
+        recipe = Recipe.parse(RUNGS[kernel][-1])
+        Quantization(recipe, standard=quantizer.standard).apply(model)
+    _save_with_weights(model, file)
+    job.report(stage, 1, 1)
+    return vision
 
 
 def _save_with_weights(model: ir.Model, file: Path) -> None:

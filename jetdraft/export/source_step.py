@@ -3,10 +3,12 @@
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutput
 
+from jetdraft.bundle import PATCHES, Vision
 from jetdraft.checkpoints.attention import (
     CrossCache,
     KeysAndValues,
@@ -18,8 +20,12 @@ from jetdraft.checkpoints.attention import (
     relative_bias_module,
 )
 from jetdraft.contracts.constants import HIDDEN
+from jetdraft.contracts.step_contract import StepContract
+from jetdraft.contracts.tensors import TensorSpec
 from jetdraft.export.step import Specs, Step, dtype_of, make_state, zeros
+from jetdraft.runtime.pictures import encoder_inputs
 
+_TRACED_SQUARES = 7  # Squares of patches, each a row, that the tracer sees.
 _TRACED_SOURCE = 9  # Tokens of the source that the tracer sees.
 
 
@@ -157,6 +163,35 @@ class EncoderStep(Step):
             _as_buffer(side(states), spec.shape, fills)
             for side, spec in zip(sides, self.contract.cross_inputs, strict=True)
         ]
+
+
+class VisionStep(Step):
+    """The pass of the encoder of pictures: the rows of a tile, or of patches."""
+
+    def __init__(self, tower: Any, contract: StepContract, vision: Vision) -> None:
+        super().__init__(tower, contract)
+        self._is_flexible = vision.tiling == PATCHES
+        squares = _TRACED_SQUARES if self._is_flexible else 1
+        pixels = np.zeros((vision.side * squares, vision.side, 3), np.uint8)
+        self._example = encoder_inputs(pixels, vision)
+
+    @property
+    def declared_tensors(self) -> tuple[Specs, Specs, Specs]:
+        inputs = []
+        for name, array in self._example.items():
+            first = "squares" if self._is_flexible else array.shape[0]
+            shape = (first, *array.shape[1:])
+            inputs.append(TensorSpec(name, str(array.dtype), shape))
+        rows = TensorSpec("rows", "float32", (1, "rows", self.contract.picture_size))
+        return tuple(inputs), (), (rows,)
+
+    def example_inputs(self) -> list[Tensor]:
+        return [torch.from_numpy(array) for array in self._example.values()]
+
+    def forward(self, *inputs: Any) -> list[Tensor]:
+        """Return the rows of a picture or a tile, float32 [1, rows, width]."""
+        rows: Tensor = self.model(*inputs[: len(self._example)]).float()
+        return [rows.reshape(1, -1, rows.shape[-1])]
 
 
 def _as_buffer(rows: Tensor, shape: tuple[Any, ...], fills: bool) -> Tensor:

@@ -85,9 +85,14 @@ class Step(torch.nn.Module):
         input_ids, position_ids, cursor, total_length, answer_rows, *rows, past = inputs
         buffers = len(self.contract.buffers("past"))
         state = make_state(position_ids, cursor, total_length, past[:buffers])
-        if rows:
-            state.states = States(rows[0], past[buffers:])
-        return self.outputs(state, input_ids, position_ids, answer_rows)
+        if self.contract.states:
+            state.states = States(rows[-1], past[buffers:])
+        # Passes in torch, which read text alone, leave the pictures out.
+        if len(rows) == bool(self.contract.states):
+            return self.outputs(state, input_ids, position_ids, answer_rows)
+        seen = len(self.contract.picture_inputs)
+        with seeing(self.model, input_ids, position_ids, *rows[:seen]) as words:
+            return self.outputs(state, words, position_ids, answer_rows)
 
     def outputs(
         self,
@@ -160,6 +165,42 @@ class Step(torch.nn.Module):
         if weight.startswith(f"{_FUSION_PREFIX}."):
             return torch.float32  # states overflow float16
         return dtype_of(self.contract)
+
+
+@contextlib.contextmanager
+def seeing(
+    model: Any, ids: Tensor, positions: Tensor, table: Tensor, *turns: Tensor
+) -> Iterator[Tensor]:
+    """Let a model read the rows of pictures in the block; yield ids of words for it.
+
+    Ids beyond the embeddings stand for rows of `table` [n, size]. What rows have beyond
+    an embedding is added after the first layers (DeepStack, 2406.04334). Cosines and
+    sines [slots, d / 2], if given, turn the rows at `positions` (M-RoPE, 2409.12191).
+    """
+    embed = model.get_input_embeddings()
+    first, width = embed.weight.shape
+    rows = table[(ids - first).clamp(min=0)]
+    is_row = (ids >= first)[..., None]
+
+    def see(number: int, states: Tensor) -> Tensor:
+        part = rows[..., number * width : (number + 1) * width]
+        return torch.where(is_row, part if number == 0 else states + part, states)
+
+    hooks = [embed.register_forward_hook(lambda _, given, out: see(0, out))]
+    for number in range(1, table.shape[1] // width):
+        layer = decoder_layers(model)[number - 1]
+        hook = layer.register_forward_hook(lambda _, given, out, n=number: see(n, out))
+        hooks.append(hook)
+    if turns:
+        halves = [turn[positions] for turn in turns]
+        own = [torch.cat([half, half], -1) for half in halves]
+        (rotary,) = (m for m in model.modules() if hasattr(m, "inv_freq"))
+        hooks.append(rotary.register_forward_hook(lambda *_: own))
+    try:
+        yield ids.clamp(max=first - 1)
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def zeros(spec: TensorSpec, *sizes: int) -> Tensor:

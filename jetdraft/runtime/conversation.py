@@ -13,7 +13,12 @@ from jetdraft.runtime.model import Model
 from jetdraft.runtime.piece import Piece, Result
 from jetdraft.runtime.planning.options import GenerateOptions, Options
 from jetdraft.runtime.stream import Stream
-from jetdraft.runtime.text.template import Message, check_messages, user_message
+from jetdraft.runtime.text.template import (
+    Message,
+    check_messages,
+    take_images,
+    user_message,
+)
 from jetdraft.runtime.text.tools import ToolCall, Tools
 
 # The share of the capacity that stays filled; to drop turns reads the prompt again.
@@ -54,11 +59,15 @@ class Conversation:
         self._stream: Stream | None = None
 
     def say(self, text: str, **options: Unpack[GenerateOptions]) -> Iterator[Piece]:
-        """Start the reply to `text`; `messages` gets both when the pieces end."""
+        """Start the reply to `text` and the `images` among the options.
+
+        `messages` gets both when the pieces end.
+        """
         if not isinstance(text, str):
             fact = f"{text!r} is not a text; give what the user says"
             raise OptionError(fact, "prompt")
-        return self._start_reply([user_message(text)], options)
+        message = user_message(text, options.pop("images", ()))
+        return self._start_reply([message], options)
 
     @property
     def calls(self) -> list[ToolCall]:
@@ -86,6 +95,8 @@ class Conversation:
     ) -> Iterator[Piece]:
         fields: GenerateOptions = {**self.options, **options}
         messages, ids = self._fit_messages([*self.messages, *added], fields)
+        if images := take_images(messages)[1]:
+            fields["images"] = images
         self._stream = self.model.stream_reply(ids, tools=self.tools, **fields)
         return self._yield_reply(messages, self._stream)
 
@@ -124,7 +135,10 @@ class Conversation:
         self.messages, self.last = list(self._opening), None
 
     def save(self, file: str | Path) -> None:
-        """Write the messages to a JSON file; raises `OutputError`."""
+        """Write the messages to a JSON file; raises `OutputError`, or `OptionError`."""
+        if take_images(self.messages)[1]:
+            fact = "a conversation with images cannot be saved"
+            raise OptionError(f"{fact}; keep the images, and start again", "file")
         text = json.dumps(self.messages, ensure_ascii=False, indent=2)
         write_text(Path(file), f"{text}\n")
 

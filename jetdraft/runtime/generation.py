@@ -21,6 +21,7 @@ from jetdraft.runtime.measured.widths import prefill_widths
 from jetdraft.runtime.passes.answer import Answer, Target
 from jetdraft.runtime.passes.buffers import SourceInput, source_tokens
 from jetdraft.runtime.passes.prefix import Prefix
+from jetdraft.runtime.pictures import Tiles
 from jetdraft.runtime.piece import Piece
 from jetdraft.runtime.planning.options import Options
 from jetdraft.runtime.planning.planner import Offer, Planner
@@ -71,6 +72,7 @@ class Generation:
         source: SourceInput = (),
         rules: Sequence[LogitsProcessor] = (),
         thinking: Thinking | None = None,
+        pictures: Sequence[Tiles] = (),
     ) -> None:
         _check_options(options, parts)
         drafting, ending = options.drafting, options.ending
@@ -107,7 +109,7 @@ class Generation:
             prompt_tokens=len(source_tokens(source) or prompt),
             plain_ms=parts.curve.pass_ms(self.widths[0]),
         )
-        self.prompt, self._source = prompt, source
+        self.prompt, self._source, self._pictures = prompt, source, pictures
         self.pieces: list[Piece] = []
         self._carried: list[int] = []
         self._target: Target = parts.target
@@ -188,12 +190,13 @@ class Generation:
             parts.draft_cache.forget()
         start = time.perf_counter()
         parts.encode_source(self._source, self.options.drafting.may_ask_drafter)
+        seen = parts.encode_pictures(self.prompt, self._pictures)
         prefix = self._reusable_prefix(exact)
         parts.predicted = self._predicted()
         for observer in self.observers:
             observer.begin(self.prompt, self.chooser)
         sequence = array("I", self.prompt)
-        kept = prefix.reusable_rows(self.prompt, exact)
+        kept = prefix.reusable_rows(seen, exact)
         for proposer in self.proposers:
             kept = self._target.cache.resumable(proposer.keep(kept))
         self.stats.reused_tokens = kept
@@ -203,7 +206,7 @@ class Generation:
             self._prefill()
             yield from self._decode(sequence, start)
         finally:
-            prefix.record(sequence, exact)
+            prefix.record([*seen, *sequence[len(seen) :]], exact)
         rest, thought = self.watcher.rest(), self.watcher.take_thought()
         if rest or thought:
             yield Piece(rest, [], 0, thought=thought)

@@ -12,6 +12,7 @@ from threading import Lock
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from jetdraft.bundle import CONTRIB, Bundle, read_streams
 from jetdraft.contracts.step_contract import EARLY_EXIT
@@ -50,6 +51,7 @@ from jetdraft.runtime.passes.opener import (
 from jetdraft.runtime.passes.prefix import Prefix
 from jetdraft.runtime.passes.pruned_halves import PrunedHalves
 from jetdraft.runtime.passes.session import Spinning, default_threads, threads_of_pair
+from jetdraft.runtime.pictures import NO_IMAGES, Tiles, cut
 from jetdraft.runtime.text.codec import TextCodec
 from jetdraft.runtime.text.worker_process import Vocabulary
 
@@ -270,6 +272,53 @@ class LoadedBundle:
         for graph in (self.target, self.drafter if for_drafter else None):
             if graph and graph.source and graph.source.encode(source):
                 self.forget()
+
+    @property
+    def picture_token(self) -> int | None:
+        """The id of the token for each row of a picture; None for text alone."""
+        vision = self.bundle.vision
+        return None if vision is None else self.text.token_id(vision.token)
+
+    def place_pictures(
+        self, prompt: list[int], images: Sequence[npt.NDArray[np.uint8]]
+    ) -> tuple[list[int], list[Tiles]]:
+        """Return a prompt with a token for each row of its images, and their tiles.
+
+        Raises `OptionError` unless the prompt has a place for each image.
+        """
+        vision = self.bundle.vision
+        if vision is None:
+            if images:
+                raise OptionError(NO_IMAGES, "images")
+            return prompt, []
+        token = self.picture_token
+        places = [place for place, id in enumerate(prompt) if id == token]
+        if len(places) != len(images):
+            fact = f"the prompt has {len(places)} places for {len(images)} images"
+            fix = f"write {vision.token} for each, or chat"
+            raise OptionError(f"{fact}; {fix}", "images")
+        pictures, ids, start = [cut(image, vision) for image in images], [], 0
+        for place, picture in zip(places, pictures, strict=True):
+            ids += [*prompt[start:place], *self.text.encode(picture.text, False)]
+            start = place + 1
+        ids += prompt[start:]
+        capacity = self.target.contract.capacity
+        if len(ids) > capacity:
+            fact = f"with its images the prompt has {len(ids)} tokens, the capacity is"
+            fix = "give fewer images, or export with a larger --capacity"
+            raise OptionError(f"{fact} {capacity}; {fix}", "images")
+        return ids, pictures
+
+    def encode_pictures(
+        self, prompt: Sequence[int], pictures: Sequence[Tiles]
+    ) -> Sequence[int]:
+        """Encode the pictures of a prompt; return its ids with those of their rows."""
+        rows, token = self.target.pictures, self.picture_token
+        if rows is None or token is None:
+            return prompt
+        if not rows.encode(prompt, token, pictures):
+            self.forget()
+        return rows.ids.tolist() if pictures else prompt
 
     @property
     def source(self) -> Sequence[int]:

@@ -18,6 +18,7 @@ from jetdraft.runtime.generation import Generation
 from jetdraft.runtime.loaded import LoadedBundle
 from jetdraft.runtime.passes.opener import LoadOptions
 from jetdraft.runtime.passes.prefix import load_prefix, save_prefix
+from jetdraft.runtime.pictures import NO_IMAGES, PictureInput, cut, read_picture
 from jetdraft.runtime.piece import Result
 from jetdraft.runtime.planning.drafting import Drafting
 from jetdraft.runtime.planning.options import GenerateOptions, Options
@@ -36,7 +37,12 @@ from jetdraft.runtime.stream import AsyncStream, Embedder, Stream, embedding_pro
 from jetdraft.runtime.text.codec import check_characters, check_ids
 from jetdraft.runtime.text.constraint import Constraint
 from jetdraft.runtime.text.stops import Thinking
-from jetdraft.runtime.text.template import ChatTemplate, Message, check_messages
+from jetdraft.runtime.text.template import (
+    ChatTemplate,
+    Message,
+    check_messages,
+    take_images,
+)
 from jetdraft.runtime.text.tools import CallFormat, Tools
 from jetdraft.runtime.text.worker_process import Vocabulary
 
@@ -198,8 +204,9 @@ class Model:
         """Make a generation, with its constraint compiled if `prepared`."""
         options, parts = self._as_options(options, fields), self.parts
         source, ids = parts.split_prompt(self.prompt(prompt, token_ids).tolist())
+        ids, pictures = parts.place_pictures(ids, options.images)
         given = parts, self.planner, ids, options, prepared, source
-        return Generation(*given, thinking=thinking)
+        return Generation(*given, thinking=thinking, pictures=pictures)
 
     def _as_options(self, options: Options | None, fields: GenerateOptions) -> Options:
         if options is None:
@@ -295,6 +302,7 @@ class Model:
 
         The result has the model's `thought` apart from its text, and the `calls` of
         `tools` in the message. The chat template reads the variables in `template`.
+        A content may be parts, such as {"type": "image", "image": "meter.png"}.
 
         ask = [{"role": "user", "content": "Hello"}]
         model.chat(ask, max_new_tokens=32, template={"enable_thinking": False}).text
@@ -302,6 +310,10 @@ class Model:
         tools = tools and self.fitted(tools)
         functions = tools and tools.functions
         ids = self.chat_prompt(messages, **{"tools": functions, **(template or {})})
+        if images := take_images(messages)[1]:
+            pictures = tuple(map(read_picture, images))
+            options = replace(self._as_options(options, fields), images=pictures)
+            fields = {}
         result = self.stream_reply(ids, options, tools=tools, **fields).result()
         return replace(result, calls=tools.calls(result.text) if tools else [])
 
@@ -358,9 +370,23 @@ class Model:
             model.stream_reply(model.chat_prompt(messages))
         """
         self.parts.split_prompt([])
-        text = self.template.render(check_messages(messages), **variables)
+        messages, _ = take_images(check_messages(messages))
+        text = self.template.render(messages, **variables)
         check_characters(len(text), self.bundle.target.contract.capacity)
         return self.parts.text.encode(text, add_special=False)
+
+    def encode_image(self, image: PictureInput) -> bool:
+        """Encode an image that a later prompt shows, so that its text begins sooner.
+
+        Any thread may call it, also during a generation; it does nothing and returns
+        False if the buffer has no room beside earlier images. Raises `OptionError`.
+
+        thread.submit(model.encode_image, camera.next_frame())
+        """
+        rows, vision = self.parts.target.pictures, self.bundle.vision
+        if rows is None or vision is None:
+            raise OptionError(NO_IMAGES, "images")
+        return rows.encode_ahead(cut(read_picture(image), vision))
 
     def encode(self, text: str) -> list[int]:
         """The ids of a text's tokens, as of a prompt; raises `OptionError`.

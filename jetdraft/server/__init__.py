@@ -25,7 +25,7 @@ class Limits:
         1_000_000, "The most bytes of a request's body.", least=1
     )
     max_sound_bytes: int = _limit(
-        25_000_000, "The most bytes of a request with a sound.", least=1
+        25_000_000, "The most bytes of a request with a sound or images.", least=1
     )
     max_waiting: int = _limit(
         64, "The most requests that may wait for a model.", least=0

@@ -287,9 +287,12 @@ class Service:
     async def _read_object(self, request: Request) -> Json:
         """Read the JSON object in the body, without fields that are null."""
         # A foreign page cannot send JSON unasked.
-        data = await self._read_body(request, JSON_TYPE, self.limits.max_body_bytes)
+        most = self.limits.max_body_bytes
+        if self._model.bundle.vision is not None:
+            most = max(most, self.limits.max_sound_bytes)
+        data = await self._read_body(request, JSON_TYPE, most)
         try:
-            body = read_json(data, most_bytes=self.limits.max_body_bytes)
+            body = read_json(data, most_bytes=most)
         except JsonError as error:
             reason = str(error).removeprefix("no valid JSON: ")
             raise RequestError(f"the body is not JSON ({reason})") from error

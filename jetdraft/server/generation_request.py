@@ -2,8 +2,10 @@
 
 import json
 import time
+from base64 import b64decode
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from hashlib import sha256
 from math import inf
 from typing import Any, Self
 
@@ -12,7 +14,7 @@ from jetdraft.runtime.model import Model
 from jetdraft.runtime.planning.options import GenerateOptions, Options
 from jetdraft.runtime.stream import Stream
 from jetdraft.runtime.text.codec import check_characters
-from jetdraft.runtime.text.template import Message, check_messages
+from jetdraft.runtime.text.template import Message, check_messages, take_images
 from jetdraft.runtime.text.tools import Tools
 from jetdraft.server import RequestError
 
@@ -175,7 +177,8 @@ class GenerationRequest(ModelRequest):
 
     @property
     def beginning(self) -> str:
-        return json.dumps([self.model, *self.prompts[:1], *self.messages]).rstrip('"]')
+        given = [self.model, *self.prompts[:1], *self.messages]
+        return json.dumps(given, default=_image_digest).rstrip('"]')
 
     def streams(self, model: Model) -> Iterator[Stream]:
         """Start the texts in turn: i has the seed plus i, all share `max_seconds`."""
@@ -204,6 +207,7 @@ class GenerationRequest(ModelRequest):
             return model.stream(prompt, **options)
         variables = {"tools": functions or None, **self.template}
         ids = model.chat_prompt(self.messages, **variables)
+        options["images"] = take_images(self.messages)[1]
         return model.stream_reply(ids, tools=self.tools, **options)
 
 
@@ -342,7 +346,9 @@ def _read_schema(form: object) -> dict[str, Any] | None:
 def _read_prediction(field: object) -> str:
     match field:
         case {"type": "content", "content": content}:
-            return _read_content(content, "prediction.content")
+            text = _read_content(content, "prediction.content")
+            if isinstance(text, str):
+                return text
     raise _field_error("prediction", '{"type": "content", "content": "..."}')
 
 
@@ -395,23 +401,45 @@ def _read_message(message: Message, at: str) -> Message:
     return changed
 
 
-def _read_content(content: object, at: str) -> str:
+def _read_content(content: object, at: str) -> str | list[Message]:
+    """The text of a content, or its parts if it has images, whose bytes are read."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise _field_error(at, "a text or a list of parts of type text")
-    texts = []
-    for number, part in enumerate(content):
-        match part:
-            case {"type": "text" | "input_text" | "output_text", "text": str(text)}:
-                texts.append(text)
-            case {"type": "refusal", "refusal": str(text)}:
-                texts.append(text)
-            case _:
-                rule = 'a part {"type": "text", "text": "..."}'
-                rule += "; the model reads no other"
-                raise _field_error(f"{at}[{number}]", rule)
-    return "".join(texts)
+        raise _field_error(at, "a text or a list of parts")
+    parts = [_read_part(part, f"{at}[{n}]") for n, part in enumerate(content)]
+    has_images = any(part["type"] == "image" for part in parts)
+    return parts if has_images else "".join(part["text"] for part in parts)
+
+
+def _read_part(part: object, at: str) -> Message:
+    """A part of a text, or with an image in the form of OpenAI's or Anthropic's."""
+    match part:
+        case {"type": "text" | "input_text" | "output_text", "text": str(text)}:
+            return {"type": "text", "text": text}
+        case {"type": "refusal", "refusal": str(text)}:
+            return {"type": "text", "text": text}
+        case {"type": "image_url", "image_url": {"url": str(url)}}:
+            data = url
+        case {"type": "input_image", "image_url": str(url)}:
+            data = url
+        case {"type": "image", "source": {"type": "base64", "data": str(text)}}:
+            data = f"data:;base64,{text}"
+        case _:
+            rule = 'a part {"type": "text", "text": "..."}, or an image_url'
+            raise _field_error(at, rule)
+    start, _, encoded = data.partition(";base64,")
+    try:
+        if not start.startswith("data:"):
+            raise ValueError
+        return {"type": "image", "image": b64decode(encoded, validate=True)}
+    except ValueError as error:
+        rule = "an image as data:image/png;base64,...; this server fetches nothing"
+        raise _field_error(at, rule) from error
+
+
+def _image_digest(image: bytes) -> str:
+    return sha256(image).hexdigest()
 
 
 def _read_call(call: Any, at: str) -> Any:

@@ -1,12 +1,12 @@
 """Ollama's API: /api/chat and /api/generate, and what it tells of a model."""
 
 import json
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
 from jetdraft.recipe import Recipe
 from jetdraft.runtime.model import Model
-from jetdraft.server import RequestError
 from jetdraft.server.block_apis import Block, block_dialect, grow
 from jetdraft.server.reply import Chunks, Json, Reply
 
@@ -41,8 +41,8 @@ def _read_chat(asked: Json) -> tuple[Json, bool]:
     waiting: list[str] = []  # The ids of calls without a result, which Ollama has not.
     for message in asked["messages"]:
         fields: dict[str, Any] = {k: v for k, v in message.items() if v != []}
-        if "images" in fields:
-            raise RequestError("the model sees no images; leave them out", "images")
+        if images := fields.pop("images", None):
+            fields["content"] = _with_images(fields["content"], images)
         if "tool_calls" in fields:
             numbered = enumerate(fields["tool_calls"])
             calls = [{"id": f"call_{i}", **call} for i, call in numbered]
@@ -61,6 +61,8 @@ def _read_generate(asked: Json) -> tuple[Json, bool]:
     if body.pop("raw", False) or "suffix" in body:
         return {**body, "prompt": prompt}, False
     first = [] if system is None else [{"role": "system", "content": system}]
+    if images := body.pop("images", None):
+        prompt = _with_images(prompt, images)
     return {**body, "messages": [*first, {"role": "user", "content": prompt}]}, True
 
 
@@ -75,6 +77,12 @@ def loaded(name: str, asked: Json) -> Json | None:
     message = {"message": {"role": "assistant", "content": ""}}
     said = message if "messages" in asked else {"response": ""}
     return {**_head(name, True), **said, "done_reason": "load"}
+
+
+def _with_images(text: str, images: Sequence[str]) -> list[Json]:
+    urls = [{"url": f"data:;base64,{image}"} for image in images]
+    parts: list[Json] = [{"type": "image_url", "image_url": url} for url in urls]
+    return [*parts, {"type": "text", "text": text}]
 
 
 def _part(reply: Reply, blocks: list[Block], done: bool) -> Json:

@@ -7,7 +7,9 @@ METHOD: Method[MethodOptions] = Method(
     "lookup",
     "what followed the last time the text ended like this",
     lambda loaded, options: LookupProposer(
-        store=loaded.store_of(options.user), source=lambda: loaded.source
+        store=loaded.store_of(options.user),
+        source=lambda: loaded.source,
+        end=loaded.picture_token,
     ),
     cost="free",
 )

@@ -23,6 +23,7 @@ from jetdraft.runtime.passes.answer import Answer, answer_of
 from jetdraft.runtime.passes.binding import PassBinding, VisibleSlots
 from jetdraft.runtime.passes.buffers import HOST, Cache, Memory, SourceBuffers
 from jetdraft.runtime.passes.session import Captures, StepSession, StepSessions
+from jetdraft.runtime.pictures import PictureRows
 
 MAX_WIDE_BINDINGS = 8  # Bindings for prompts, which may have any length.
 MIN_LENGTH = 256  # The smallest `total_length` of captured graphs.
@@ -52,6 +53,7 @@ class Graph:
         # Set before the first pass, for a graph that reads a target or an encoder.
         self.target_cache: Cache | None = None
         self.source: SourceBuffers | None = None
+        self.pictures: PictureRows | None = None
         # What selecting passes read and write in place, on the host.
         self.selected = {
             spec.name: HOST.tensor(spec.shape_for(), spec.dtype)
@@ -81,6 +83,7 @@ class Graph:
     def make_selecting(self) -> Graph:
         """A new graph over the same sessions and buffers, whose passes select rows."""
         graph = Graph(self.sessions, memory=self.memory, cache=self.cache)
+        graph.pictures = self.pictures
         graph.prepare(exact=False, reading=Reading.SELECTED)
         return graph
 
@@ -160,6 +163,7 @@ class Graph:
         """Use the sessions and buffers of another graph of the same contract."""
         self.sessions, self.captures = other.sessions, other.captures
         self.cache, self.source = other.cache, other.source
+        self.pictures = other.pictures
         self._bindings, self._wide_bindings = {}, {}
 
     def draft_room(self, filled: int) -> int:
@@ -251,6 +255,8 @@ class Graph:
 def _borrowed(graph: Graph) -> dict[str, ort.OrtValue]:
     """The buffers of other graphs that a graph reads, by the names of its inputs."""
     source = {} if graph.source is None else graph.source.values
+    if graph.pictures is not None:
+        source |= graph.pictures.values
     names = [spec.name for spec in graph.contract.target_kv]
     if names and graph.target_cache is None:
         raise ValueError("this graph reads the target's buffers; set its lender")
@@ -287,7 +293,7 @@ class _GraphBinding(PassBinding):
             contract.prefix,
             _borrowed(graph),
         )
-        self.size = size
+        self.size, self.pictures = size, graph.pictures
         self.has_bias = contract.has_bias
         self.unknown = contract.vocab_size
         self.input_ids = self.view("input_ids")
@@ -301,10 +307,16 @@ class _GraphBinding(PassBinding):
         self.answer = answer_of(self.tensors, contract, probes)
 
     def fill(self, tokens: Sequence[int], positions: Sequence[int]) -> None:
-        """Set the rows' tokens and positions; padding rows get the last token."""
+        """Set the rows' tokens and positions; padding rows get the last token.
+
+        Rows of a prompt's pictures have ids of their own.
+        """
         for row, position in enumerate(positions):
             self.input_ids[row] = tokens[row] if row < len(tokens) else tokens[-1]
             self.position_ids[row] = position
+        if self.pictures is not None and positions[0] < len(self.pictures.ids):
+            ids = self.pictures.ids[positions[0] : positions[0] + len(tokens)]
+            self.arrays["input_ids"][0, : len(ids)] = ids
 
     def fill_block(self, known: Sequence[int]) -> None:
         """Set the first tokens of the block; the others are unknown."""

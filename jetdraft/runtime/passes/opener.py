@@ -35,6 +35,7 @@ from jetdraft.runtime.passes.session import (
     Threads,
     open_session,
 )
+from jetdraft.runtime.pictures import PictureRows
 
 OFF = "off"  # The value of `drafter_provider` that leaves the drafter out.
 
@@ -135,6 +136,10 @@ class Opener:
         if entry.encoder_file is not None:
             session = self.session(entry.encoder_file)
             graph.source = SourceBuffers(session, entry.contract, graph.memory)
+        if entry.contract.picture_size and self.bundle.vision:
+            vision = self.bundle.vision
+            given = partial(self.session, vision.file), vision, entry.contract
+            graph.pictures = PictureRows(*given, graph.memory)
         return graph
 
     def session(

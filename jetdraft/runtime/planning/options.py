@@ -8,9 +8,13 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, TypedDict, Unpack
 
+import numpy as np
+import numpy.typing as npt
+
 from jetdraft.contracts.constants import CANDIDATES
 from jetdraft.errors import OptionError
 from jetdraft.options import Flag, check_ranges, range_between
+from jetdraft.runtime.pictures import PictureInput, read_picture
 from jetdraft.runtime.planning.drafting import Drafting
 from jetdraft.runtime.planning.registry import AUTO, NONE, methods
 from jetdraft.runtime.proposers.method import MethodOptions
@@ -127,6 +131,16 @@ class GenerateOptions(TypedDict, total=False):
         ),
     ]
     logprobs: int | None
+    images: Annotated[
+        Sequence[PictureInput],
+        _ending(
+            "Show the model this image file; may be given several times.",
+            names=("--image",),
+            metavar="FILE",
+            kind=Path,
+            multiple=True,
+        ),
+    ]
 
 
 _RANGES = {"logprobs": range_between(0, CANDIDATES, optional=True)}
@@ -145,6 +159,7 @@ class Options:
     constraint  a JSON schema, a regular expression or a grammar (Lark's notation) that
                 the text must match; `max_new_tokens` may end the text before
     logprobs    give the log probability of each token, and of this many best tokens
+    images      uint8 [height, width, 3], in the order of their places in the prompt
 
         Options.of(max_new_tokens=64, temperature=0.8, drafting={"tree": "best"})
     """
@@ -156,6 +171,7 @@ class Options:
     ending: Ending = Ending()
     constraint: Constraint | None = None
     logprobs: int | None = None
+    images: tuple[npt.NDArray[np.uint8], ...] = ()
 
     def __post_init__(self) -> None:
         for part in (Sampling, Penalties, Drafting, Ending, Constraint):
@@ -208,6 +224,7 @@ class Options:
             "drafting": Drafting(**take(_DRAFTING_FIELDS), settings=settings),
             "constraint": Constraint.of(**take(_CONSTRAINT_FIELDS)),
             "logprobs": rest.pop("logprobs", None),
+            "images": tuple(map(read_picture, rest.pop("images", ()))),
         }
         for name in rest:
             near = get_close_matches(str(name), GenerateOptions.__annotations__, 1)

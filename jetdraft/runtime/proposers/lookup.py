@@ -23,7 +23,8 @@ class LookupProposer(Proposer):
     right in 0.15 of the places, after two or three in 0.4 to 0.8, after eight and more
     in 0.95 (docs/log/controller.md). So a draft is no longer than its match, or
     `max_match`. At the end of the sequence it continues with its own beginning. A
-    `source` is looked up too, since summaries and corrections copy it.
+    `source` is looked up too, since summaries and corrections copy it. No draft has the
+    token `end`, such as that of a picture.
     """
 
     def __init__(
@@ -31,11 +32,12 @@ class LookupProposer(Proposer):
         max_match: int = 16,
         store: ResponseStore | None = None,
         source: Callable[[], Sequence[int]] = tuple,
+        end: int | None = None,
     ) -> None:
         self.traits = Traits("lookup", max_draft_tokens=max_match)
         earlier = [] if store is None else [_ResponseLookup(store)]
         self._lookups: list[_SequenceLookup] = [_SequenceLookup(), *earlier]
-        self._source, self._before = source, list[int]()
+        self._source, self._end, self._before = source, end, list[int]()
 
     def begin(self, prompt: Sequence[int], chooser: Chooser) -> None:
         """Forget the last sequence, and index the responses stored since."""
@@ -59,7 +61,10 @@ class LookupProposer(Proposer):
     def guess_after(self, drafted: Sequence[int], count: int) -> "Guess":
         """The best guess of `count` tokens after the context and `drafted` tokens."""
         guesses = [source.guess_after(drafted, count) for source in self._lookups]
-        return max(guesses, key=lambda guess: guess.score)
+        best = max(guesses, key=lambda guess: guess.score)
+        if self._end not in best.tokens:
+            return best
+        return best._replace(tokens=best.tokens[: best.tokens.index(self._end)])
 
 
 class Guess(NamedTuple):

@@ -103,5 +103,30 @@ def check_messages(messages: object) -> list[Message]:
     return list(messages)
 
 
-def user_message(content: str) -> Message:
-    return {"role": "user", "content": content}
+def user_message(content: str, images: Sequence[object] = ()) -> Message:
+    """A user's message, with images before its text."""
+    if not images:
+        return {"role": "user", "content": content}
+    parts: list[Message] = [{"type": "image", "image": image} for image in images]
+    return {"role": "user", "content": [*parts, {"type": "text", "text": content}]}
+
+
+def take_images(messages: Sequence[Message]) -> tuple[list[Message], list[Any]]:
+    """Split messages from the images in their parts `{"type": "image", "image": ...}`.
+
+    A template writes a place for each part that is left of an image.
+    """
+    images = list[Any]()
+
+    def rest(part: Any) -> Any:
+        if not isinstance(part, dict) or "image" not in part:
+            return part
+        images.append(part["image"])
+        return {name: value for name, value in part.items() if name != "image"}
+
+    return [
+        {**message, "content": list(map(rest, message["content"]))}
+        if isinstance(message.get("content"), list)
+        else message
+        for message in messages
+    ], images

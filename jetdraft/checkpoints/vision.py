@@ -1,0 +1,243 @@
+"""The encoder of a checkpoint's pictures, and how its processor cuts them."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+from jetdraft.bundle import GRID, PATCHES, SPLIT, TEXTS, WHOLE, Vision
+from jetdraft.checkpoints.defaults import read_fields
+from jetdraft.checkpoints.folder import NO_OWN_CODE, as_checkpoint_error, stored_dtype
+from jetdraft.checkpoints.gguf import is_gguf
+from jetdraft.errors import UnsupportedModelError
+from jetdraft.ort import no_progress_bars, silenced
+
+# Files of which a folder has one if its pictures are read.
+PROCESSORS = ("preprocessor_config.json", "processor_config.json")
+
+
+FULL = "jetdraft_flash"  # transformers gives an attention of such a name all rows.
+
+
+@dataclass(frozen=True)
+class Family:
+    """How models of a type read pictures.
+
+    `encode` makes rows of a model's inner model and the tensors of `encoder_inputs`.
+    `fields` are those of `Vision` by the processor and the config, `text` has what
+    `TEXTS` names. With `axes` the rows of a picture turn by line and column too.
+    """
+
+    encode: Callable[..., Tensor]
+    fields: Callable[[Any, Any], dict[str, Any]]
+    text: dict[str, str]
+    axes: Callable[[list[int]], list[int]] | None = None
+
+
+def _encode_idefics(model: Any, pixels: Tensor) -> Tensor:
+    config = model.config.vision_config
+    side = config.image_size // config.patch_size
+    mask = torch.ones(1, side, side, dtype=torch.bool)
+    states = model.vision_model(pixel_values=pixels, patch_attention_mask=mask)
+    rows: Tensor = model.connector(states.last_hidden_state)
+    return rows
+
+
+def _encode_intern(model: Any, pixels: Tensor) -> Tensor:
+    rows: Tensor = model.get_image_features(pixel_values=pixels).pooler_output
+    return rows
+
+
+def _encode_qwen(model: Any, *inputs: Tensor) -> Tensor:
+    pixels, positions, *others = (x.flatten(0, 1) if x.dim() > 1 else x for x in inputs)
+    names = ["interp_indices", "interp_weights"]
+    if "taps" not in _qwen_inputs(model.config):
+        names = ["window_index", "cu_window_seqlens"]
+    ends = torch.zeros(1, dtype=torch.int32)
+    lengths = {"cu_seqlens": ends, "max_seqlen": 1, "max_window_seqlen": 1}
+    given = dict(zip(names, others, strict=False))
+    seen = model.visual(
+        pixels, grid_thw=None, position_ids=positions, **lengths, **given
+    )
+    deep = getattr(seen, "deepstack_features", None) or ()
+    return torch.cat([seen.pooler_output, *deep], -1)
+
+
+def _qwen_inputs(config: Any) -> list[str]:
+    has_table = hasattr(config.vision_config, "num_position_embeddings")
+    return ["taps", "weights"] if has_table else ["order", "windows"]
+
+
+def attend_fully(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float,
+    cu_seq_lens_q: Tensor,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Attend [1, heads, n, d] in both directions, in windows if each row has a number.
+
+    The numbers int64 [n] come in place of the bounds that FlashAttention reads.
+    """
+    scores = query @ key.transpose(-1, -2) * scaling
+    if cu_seq_lens_q.dtype == torch.int64:
+        is_other = cu_seq_lens_q[:, None] != cu_seq_lens_q
+        scores = scores.masked_fill(is_other, float("-inf"))
+    return (scores.softmax(-1) @ value).transpose(1, 2), None
+
+
+transformers.AttentionInterface.register(FULL, attend_fully)
+
+
+def _idefics_fields(processor: Any, config: Any) -> dict[str, Any]:
+    kind = SPLIT if processor.do_image_splitting else WHOLE
+    side = processor.max_image_size["longest_edge"]
+    return {"tiling": kind, "edge": processor.size["longest_edge"], "side": side}
+
+
+def _intern_fields(processor: Any, config: Any) -> dict[str, Any]:
+    fields: dict[str, Any] = {"tiling": WHOLE, "side": processor.size["height"]}
+    if processor.crop_to_patches:
+        numbers = {"least": processor.min_patches, "most": processor.max_patches}
+        fields |= {"tiling": GRID, **numbers}
+    return fields
+
+
+def _qwen_fields(processor: Any, config: Any) -> dict[str, Any]:
+    own, edge, size = config.vision_config, processor.patch_size, processor.size
+    fields = {"tiling": PATCHES, "edge": edge, "side": edge * processor.merge_size}
+    fields |= {"least": size["shortest_edge"], "most": size["longest_edge"]}
+    if "taps" in _qwen_inputs(config):
+        return fields | {"table": int(own.num_position_embeddings**0.5)}
+    return fields | {"window": own.window_size // fields["side"]}
+
+
+def _by_turns(sections: list[int]) -> list[int]:
+    """Interleaved axes: a pair of each in turn, then pairs of the first."""
+    axes = [0] * sum(sections)
+    for axis in (1, 2):
+        places = range(axis, min(3 * sections[axis], len(axes)), 3)
+        for place in places:
+            axes[place] = axis
+    return axes
+
+
+def _in_blocks(sections: list[int]) -> list[int]:
+    return [axis for axis, size in enumerate(sections) for _ in range(size)]
+
+
+_IDEFICS_TEXT = {
+    "tile": "<fake_token_around_image><row_{row}_col_{column}>",
+    "line": "\n",
+    "grid": "\n",
+    "whole": "<fake_token_around_image><global-img>",
+    "end": "<fake_token_around_image>",
+}
+_IDEFICS = Family(_encode_idefics, _idefics_fields, _IDEFICS_TEXT)
+_INTERN = Family(_encode_intern, _intern_fields, {"begin": "<img>", "end": "</img>"})
+_QWEN = Family(_encode_qwen, _qwen_fields, {}, _by_turns)
+FAMILIES = {
+    **{"idefics3": _IDEFICS, "smolvlm": _IDEFICS, "internvl": _INTERN},
+    **{"qwen3_vl": _QWEN, "qwen3_vl_moe": _QWEN, "qwen3_5": _QWEN},
+    **{"qwen2_5_vl": Family(_encode_qwen, _qwen_fields, {}, _in_blocks)},
+}
+"""Types whose pictures are read; of other types the language model is read alone."""
+
+
+def picture_sizes(source: str, model: Any) -> tuple[int, int]:
+    """The sizes of a picture's row and of a slot's turns, see `StepContract`; or 0, 0.
+
+    They are of a folder or hub id of `FAMILIES`, with its image processor.
+    """
+    fields = None if is_gguf(source) else read_fields(source, "config.json")
+    family = FAMILIES.get((fields or {}).get("model_type", ""))
+    has_processor = any(read_fields(source, name) is not None for name in PROCESSORS)
+    if fields is None or family is None or not has_processor:
+        return 0, 0
+    deep = fields["vision_config"].get("deepstack_visual_indexes", ())
+    width = model.get_input_embeddings().weight.shape[1]
+    return width * (1 + len(deep)), len(_frequencies(model)) if family.axes else 0
+
+
+def _frequencies(model: Any) -> list[float]:
+    """The rotary frequencies of a text's decoder."""
+    (found,) = (m.inv_freq for m in model.modules() if hasattr(m, "inv_freq"))
+    return list(found.tolist())
+
+
+class VisionTower(torch.nn.Module):
+    """The part of a model that makes rows of pictures, by `Family.encode`."""
+
+    def __init__(self, model: Any, family: Family) -> None:
+        super().__init__()
+        self.model, self._family = model, family
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        """Return the rows [..., width] of what `encoder_inputs` gives."""
+        return self._family.encode(self.model, *inputs)
+
+
+def read_vision(source: str, text: Any, file: str) -> tuple[VisionTower, Vision]:
+    """Read the encoder of a checkpoint with `picture_sizes`; raises `CheckpointError`.
+
+    `text` is its language model, and `file` the name of the encoder's graph.
+    """
+    with silenced(logging.WARNING), no_progress_bars(), as_checkpoint_error(source):
+        whole = transformers.AutoModelForImageTextToText.from_pretrained(
+            source,
+            dtype=stored_dtype(source),
+            attn_implementation="eager",
+            **NO_OWN_CODE,
+        )
+        processor = transformers.AutoImageProcessor.from_pretrained(
+            source, backend="pil", **NO_OWN_CODE
+        )
+        tokenizer = transformers.AutoTokenizer.from_pretrained(source, **NO_OWN_CODE)
+        config, model = whole.config, whole.model
+        family = FAMILIES[config.model_type]
+        for name in ("text_model", "language_model"):
+            if hasattr(model, name):
+                setattr(model, name, None)
+        if family.encode is _encode_qwen:
+            model.visual.config._attn_implementation = FULL
+        tower = VisionTower(model.float().eval().requires_grad_(False), family)
+        _check_steps(source, processor)
+        if family.axes:
+            sections = config.get_text_config().rope_parameters["mrope_section"]
+            turns = _frequencies(text), family.axes(list(sections))
+        else:
+            turns = [], []
+        vision = Vision(
+            file=file,
+            token=tokenizer.convert_ids_to_tokens(config.image_token_id),
+            first_row=text.get_input_embeddings().weight.shape[0],
+            filter=_FILTERS[int(processor.resample)],
+            mean=tuple(processor.image_mean),
+            std=tuple(processor.image_std),
+            text={name: family.text.get(name, "") for name in TEXTS},
+            frequencies=tuple(turns[0]),
+            axes=tuple(turns[1]),
+            **{"edge": 0, "least": 1, "most": 1, "rows": 1}
+            | family.fields(processor, config),
+        )
+    return tower, vision
+
+
+_FILTERS = {1: "lanczos", 2: "bilinear", 3: "bicubic"}
+
+
+def _check_steps(source: str, processor: Any) -> None:
+    steps = ("do_resize", "do_rescale", "do_normalize")
+    does_all = all(getattr(processor, step) for step in steps)
+    if not does_all or abs(processor.rescale_factor * 255 - 1) > 1e-6:
+        raise UnsupportedModelError(
+            f"the image processor of {source} does not resize, rescale and normalize; "
+            "see docs/images.md"
+        )

@@ -1,0 +1,376 @@
+"""Models that read pictures, against transformers: tiles, logits, texts, the server."""
+
+import base64
+import io
+import json
+import sys
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from click.testing import CliRunner
+from PIL import Image
+from tokenizers import AddedToken
+
+import jetdraft
+from jetdraft.cli import main as cli
+from jetdraft.errors import OptionError
+from jetdraft.runtime.pictures import MAX_PIXELS, cut, encoder_inputs, read_picture
+from jetdraft.server import Limits
+from jetdraft.server.app import Service
+from tests.programs import printed
+from tests.server.serving import served
+from tests.tiny import VOCAB_SIZE, exported, save_tokenizer
+
+CAMERA = Path(__file__).parents[2] / "examples" / "camera.py"
+SIDE = 32
+MARKS = ["<image>", "<fake_token_around_image>", "<global-img>", "<img>", "</img>"]
+MARKS += [f"<row_{r}_col_{c}>" for r in range(1, 5) for c in range(1, 5)]
+TEMPLATE = (
+    "{% for m in messages %}{{ m['role'] }}:{% if m['content'] is string %}"
+    "{{ m['content'] }}{% else %}{% for p in m['content'] %}{{ '<image>' if p['type'] "
+    "== 'image' else p['text'] }}{% endfor %}{% endif %}\n{% endfor %}assistant:"
+)
+TEXT = {
+    **{"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16},
+    **{"pad_token_id": 0, "eos_token_id": 0, "vocab_size": VOCAB_SIZE},
+}
+VISION = {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2}
+VISION |= {"num_attention_heads": 3}
+
+
+def smolvlm(image):
+    config = transformers.SmolVLMConfig(
+        vision_config={**VISION, "image_size": SIDE, "patch_size": 8},
+        text_config={**TEXT, "model_type": "llama"},
+        **{"scale_factor": 2, "image_token_id": image, "pad_token_id": 0},
+    )
+    sizes = {"size": 4 * SIDE, "max_image_size": SIDE}
+    return config, {
+        "image_processor_type": "SmolVLMImageProcessor",
+        **{name: {"longest_edge": size} for name, size in sizes.items()},
+    }
+
+
+def internvl(image):
+    config = transformers.InternVLConfig(
+        vision_config={**VISION, "image_size": [SIDE, SIDE], "patch_size": [8, 8]},
+        text_config={**TEXT, "model_type": "qwen2"},
+        **{"image_token_id": image, "image_seq_length": 4},
+    )
+    return config, {
+        "image_processor_type": "GotOcr2ImageProcessor",
+        "size": {"height": SIDE, "width": SIDE},
+        **{"crop_to_patches": True, "min_patches": 1, "max_patches": 6},
+    }
+
+
+def qwen(kind, text, vision, sections):
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": sections}
+    own = {"hidden_size": 48, "intermediate_size": 64, "num_heads": 3, "depth": 3}
+    marks = ("video_token_id", "vision_start_token_id", "vision_end_token_id")
+
+    def make(image):
+        config = transformers.AutoConfig.for_model(
+            kind,
+            vision_config={**own, "patch_size": 8, "out_hidden_size": 64, **vision},
+            text_config={**TEXT, **text, "rope_parameters": {**rope, **text["rope"]}},
+            image_token_id=image,
+            **{mark: image + 1 + number for number, mark in enumerate(marks)},
+        )
+        return config, {
+            "image_processor_type": "Qwen2VLImageProcessor",
+            "size": {"shortest_edge": 256, "longest_edge": 128 * 64},
+            "patch_size": 8,
+        }
+
+    return make
+
+
+TABLE = {"num_position_embeddings": 64}
+HYBRID = {
+    **{"layer_types": ["linear_attention", "full_attention"]},
+    **{"linear_num_value_heads": 4, "linear_num_key_heads": 2},
+    **{"linear_key_head_dim": 16, "linear_value_head_dim": 16},
+    **{"head_dim": 32, "rope": {"partial_rotary_factor": 0.5}},
+}
+WINDOWS = {"window_size": 32, "fullatt_block_indexes": [1]}
+FAMILIES = {
+    "smolvlm": smolvlm,
+    "internvl": internvl,
+    "qwen3_vl": qwen(
+        *("qwen3_vl", {"rope": {"mrope_interleaved": True}}),
+        *({**TABLE, "deepstack_visual_indexes": [0, 2]}, [4, 2, 2]),
+    ),
+    "qwen2_5_vl": qwen("qwen2_5_vl", {"rope": {}}, WINDOWS, [4, 2, 2]),
+    "qwen3_5": qwen("qwen3_5", HYBRID, TABLE, [4, 2, 2]),
+}
+
+
+def save(folder, family):
+    added = [AddedToken(mark, special=True, normalized=False) for mark in MARKS]
+    save_tokenizer(folder, added=added)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    config, processor = FAMILIES[family](tokenizer.convert_tokens_to_ids(MARKS[0]))
+    torch.manual_seed(0)
+    model = transformers.AutoModelForImageTextToText.from_config(config)
+    for weight in model.parameters():
+        if weight.dim() > 1:
+            torch.nn.init.normal_(weight, std=0.08)
+    model.save_pretrained(folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    (folder / "preprocessor_config.json").write_text(json.dumps(processor))
+
+
+def picture(seed, height=50, width=83):
+    random = np.random.default_rng(seed)
+    return random.integers(0, 256, (height, width, 3), np.uint8)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def both(request, once):
+    """A bundle's model, and transformers' model and image processor."""
+
+    def make(folder):
+        (folder / "checkpoint").mkdir(parents=True)
+        save(folder / "checkpoint", request.param)
+        exported(folder / "checkpoint", folder / "bundle", capacity=256)
+
+    folder = once(f"sees-{request.param}", make)
+    source = folder / "checkpoint"
+    whole = transformers.AutoModelForImageTextToText.from_pretrained(source).eval()
+    processor = transformers.AutoImageProcessor.from_pretrained(source, backend="pil")
+    with jetdraft.load(folder / "bundle", threads=1) as model:
+        yield model, whole, processor
+
+
+def asked(*parts):
+    return [{"role": "user", "content": list(parts)}]
+
+
+def text_of(text):
+    return {"type": "text", "text": text}
+
+
+def image_of(image):
+    return {"type": "image", "image": image}
+
+
+def wanted(both, messages, images, tokens=24):
+    """The prompt's logits and the greedy text by transformers."""
+    model, whole, processor = both
+    ids, _ = model.parts.place_pictures(model.chat_prompt(messages), images)
+    pictures = [Image.fromarray(image) for image in images]
+    if whole.config.model_type == "smolvlm":
+        pictures = [pictures]
+    given = {**processor(images=pictures, return_tensors="pt")}
+    for name in ("pixel_attention_mask", "num_patches", "rows", "cols"):
+        given.pop(name, None)
+    given["input_ids"] = torch.tensor([ids])
+    if "image_grid_thw" in given:
+        is_row = given["input_ids"] == whole.config.image_token_id
+        given["mm_token_type_ids"] = is_row.int()
+    with torch.no_grad():
+        logits = whole(**given).logits[0, -1]
+        text = whole.generate(**given, max_new_tokens=tokens, do_sample=False)
+    return logits, text[0, len(ids) :].tolist()
+
+
+SIZES = [(50, 83), (83, 50), (1, 1), (3, 500), (128, 128), (200, 90), (32, 32)]
+
+
+@pytest.mark.parametrize(("height", "width"), SIZES)
+def test_tiles_are_those_of_the_image_processor(both, height, width):
+    model, _, processor = both
+    vision, image = model.bundle.vision, picture(1, height, width)
+    tiles = [encoder_inputs(t, vision)["pixels"] for t in cut(image, vision).pixels]
+    given = [Image.fromarray(image)]  # of an array it guesses the axes
+    pixels = processor(images=given, return_tensors="np")["pixel_values"]
+    assert np.allclose(np.concatenate(tiles).ravel(), pixels.ravel(), atol=1e-5)
+
+
+@pytest.mark.parametrize("method", ["none", "auto", "lookup"])
+def test_texts_about_pictures_are_those_of_transformers(both, method):
+    model, images = both[0], [picture(2), picture(3, 64, 20)]
+    messages = asked(image_of(images[0]), text_of("the"), image_of(images[1]))
+    logits, text = wanted(both, messages, images)
+    chosen = model.chat(messages, method=method, max_new_tokens=24, logprobs=1)
+    assert chosen.token_ids == text
+    best = torch.log_softmax(logits.float(), -1)[text[0]].item()
+    assert chosen.logprobs[0].logprob == pytest.approx(best, abs=1e-4)
+    again = model.chat(
+        messages, method=method, max_new_tokens=24, temperature=0.8, seed=4
+    )
+    model.forget()
+    plain = model.chat(
+        messages, method="none", max_new_tokens=24, temperature=0.8, seed=4
+    )
+    assert again.token_ids == plain.token_ids
+
+
+def test_rows_are_kept_for_the_same_picture_only(both):
+    model, said = both[0], text_of("the")
+    model.forget()
+    talk = jetdraft.Conversation(model, max_new_tokens=8, method="none")
+    for piece in talk.say("what", images=[picture(4)]):
+        assert piece
+    rows = talk.last.stats.prompt_tokens
+    assert all(talk.say("and"))
+    assert talk.last.stats.reused_tokens >= rows - 1
+    later = talk.last.token_ids
+    model.forget()
+    fresh = model.chat(talk.messages[:-1], max_new_tokens=8, method="none")
+    assert fresh.token_ids == later
+    other = model.chat(asked(image_of(picture(5)), said), max_new_tokens=8)
+    assert other.stats.reused_tokens < 10, "its picture is another"
+    assert other.token_ids == wanted(both, asked(image_of(0), said), [picture(5)], 8)[1]
+
+
+def test_many_pictures_do_not_wear_the_buffer_out(both):
+    model = both[0]
+    for seed in range(12):
+        messages, image = asked(image_of(picture(seed)), text_of("a")), [picture(seed)]
+        result = model.chat(messages, max_new_tokens=4)
+        assert result.token_ids == wanted(both, messages, image, 4)[1]
+
+
+def encoded(image, form="PNG", **options):
+    file = io.BytesIO()
+    image.save(file, form, **options)
+    return file.getvalue()
+
+
+def test_files_are_read_as_transformers_reads_them(tmp_path):
+    image = Image.fromarray(picture(6))
+    turned = image.getexif()
+    turned[0x0112] = 6  # EXIF: turn by 90 degrees.
+    assert read_picture(encoded(image, exif=turned)).shape == (83, 50, 3)
+    grey = read_picture(encoded(image.convert("L")))
+    assert np.array_equal(grey, read_picture(np.asarray(image.convert("L"))))
+    clear = image.convert("RGBA")
+    clear.putalpha(0)
+    (tmp_path / "x.png").write_bytes(encoded(clear))
+    assert np.array_equal(read_picture(tmp_path / "x.png"), np.asarray(image))
+    assert np.array_equal(read_picture(clear), np.asarray(image))
+
+
+BAD = {
+    "cannot be read": [b"", b"no picture", encoded(Image.fromarray(picture(0)))[:999]],
+    "at most": [encoded(Image.new("1", (1 << 14, 1 + MAX_PIXELS // (1 << 14))))],
+    "No such file": ["/no/such.png"],
+    "must be uint8": [np.zeros((2, 2, 4), np.uint8), np.zeros((2, 2, 3))],
+    "is not an image": [7],
+}
+
+
+@pytest.mark.parametrize(("fact", "given"), [(f, g) for f in BAD for g in BAD[f]])
+def test_what_is_no_picture_is_refused(fact, given):
+    with pytest.raises(OptionError, match=fact):
+        read_picture(given)
+
+
+def test_prompts_without_room_or_places_are_refused(both, toy_model):
+    model = both[0]
+    with pytest.raises(OptionError, match="0 places for 1 images"):
+        model.generate("the", images=[picture(7)])
+    many = asked(*(image_of(picture(n)) for n in range(30)))
+    with pytest.raises(OptionError, match="give fewer images"):
+        model.chat(many)
+    with pytest.raises(OptionError, match="reads no images"):
+        toy_model.generate("the", images=[picture(7)])
+
+
+def post(address, path, body):
+    data, form = json.dumps(body).encode(), {"content-type": "application/json"}
+    try:
+        with urllib.request.urlopen(
+            urllib.request.Request(f"{address}{path}", data, form)
+        ) as answer:
+            return answer.status, json.loads(answer.read())
+    except urllib.error.HTTPError as error:
+        return error.code, json.loads(error.read())
+
+
+DATA = base64.b64encode(encoded(Image.fromarray(picture(8)))).decode()
+URL = f"data:image/png;base64,{DATA}"
+SHORT = {"model": "eyes", "max_tokens": 6, "temperature": 0, "stream": False}
+OLLAMA = {"model": "eyes", "stream": False, "options": {"num_predict": 6}}
+OLLAMA["options"] |= {"temperature": 0}
+SEEN = {
+    "/v1/chat/completions": SHORT
+    | {
+        "messages": asked(
+            {"type": "image_url", "image_url": {"url": URL}}, text_of("a")
+        )
+    },
+    "/v1/messages": SHORT
+    | {
+        "messages": asked(
+            {"type": "image", "source": {"type": "base64", "data": DATA}}, text_of("a")
+        )
+    },
+    "/v1/responses": {
+        **{"model": "eyes", "max_output_tokens": 6, "temperature": 0},
+        "input": asked(
+            {"type": "input_image", "image_url": URL},
+            {"type": "input_text", "text": "a"},
+        ),
+    },
+    "/api/chat": OLLAMA
+    | {"messages": [{"role": "user", "content": "a", "images": [DATA]}]},
+    "/api/generate": OLLAMA | {"prompt": "a", "images": [DATA]},
+}
+UNSEEN = ["http://x/y.png", "data:image/png;base64,###", "data:;base64,AAAA", "x.png"]
+
+
+def test_the_server_takes_pictures_in_every_dialect(both):
+    model, path = both[0], "/v1/chat/completions"
+    said = model.chat(asked(image_of(picture(8)), text_of("a")), max_new_tokens=6).text
+    with (
+        jetdraft.Pool(model.bundle.path, 1, threads=1) as pool,
+        served(Service(pool, "eyes", Limits())) as address,
+    ):
+        for place, body in SEEN.items():
+            status, answer = post(address, place, body)
+            assert status == 200, answer
+            assert json.dumps(said)[1:-1] in json.dumps(answer), place
+        for url in UNSEEN:
+            part = {"type": "image_url", "image_url": {"url": url}}
+            status, answer = post(address, path, {**SHORT, "messages": asked(part)})
+            assert status == 400
+            assert "image" in answer["error"]["message"]
+
+
+@pytest.mark.parametrize("both", ["smolvlm"], indirect=True)
+def test_a_camera_and_the_command_line(both, tmp_path):
+    bundle = both[0].bundle.path
+    lines = printed(sys.executable, CAMERA, bundle, "--frames", 2).splitlines()
+    assert [json.loads(line)["frame"] for line in lines] == [0, 1]
+    (tmp_path / "x.png").write_bytes(encoded(Image.fromarray(picture(9))))
+    common = ["generate", str(bundle), "a", "-n", "4", "--temperature", "0"]
+    done = CliRunner().invoke(cli, [*common, "--image", str(tmp_path / "x.png")])
+    said = both[0].chat(asked(image_of(picture(9)), text_of("a")), max_new_tokens=4)
+    assert done.stdout.startswith(said.text)
+    done = CliRunner().invoke(cli, [*common, "--image", str(tmp_path)])
+    assert done.exit_code == 2
+    talk = ["chat", str(bundle), "-n", "4", "--image", str(tmp_path / "x.png")]
+    done = CliRunner().invoke(cli, [*talk, "--temperature", "0"], input="a\n/image y\n")
+    assert done.stdout.startswith(said.text)
+    assert "No such file" in done.stderr
+
+
+@pytest.mark.parametrize("both", ["qwen3_vl"], indirect=True)
+def test_a_picture_is_encoded_ahead_while_another_is_read(both):
+    model, ahead = both[0], picture(11)
+    for piece in model.stream("the", max_new_tokens=8):
+        assert model.encode_image(ahead), piece
+    before = model.parts.target.pictures.seconds
+    messages = asked(image_of(ahead), text_of("a"))
+    said = model.chat(messages, max_new_tokens=8)
+    assert model.parts.target.pictures.seconds == before
+    assert said.token_ids == wanted(both, messages, [ahead], 8)[1]
