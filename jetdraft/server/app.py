@@ -208,7 +208,7 @@ class Service:
         asked, path = await self._read_object(request), request.url.path
         dialect = DIALECTS[path]
         if path.startswith("/api/") and (fields := ollama_api.loaded(self.name, asked)):
-            self._check_model_name(str(asked.get("model")).removesuffix(":latest"))
+            self._checked_name(str(asked.get("model")).removesuffix(":latest"))
             self._count_request(request, 200)
             return JSONResponse(fields)
         body, chat = dialect.body(asked)
