@@ -257,9 +257,8 @@ class Bundle:
                 entry.check()
             bundle._check_fields()
         except ValueError as error:
-            raise BundleError(
-                f"{folder / MANIFEST} is malformed ({error}); export the bundle again"
-            ) from error
+            fact = f"{folder / MANIFEST} is malformed ({error})"
+            raise BundleError(f"{fact}; export the bundle again") from error
         return bundle
 
     def _check_fields(self) -> None:
@@ -359,13 +358,9 @@ def read_streams(file: Path, bundle: Bundle) -> dict[str, npt.NDArray[Any]]:
             for arrays in (own_weights, weights)
         )
         if old != new:
-            raise BundleError(
-                f"{name} in {file} has another shape or type than in the bundle; train "
-                "with the same gamma, layers and ranks"
-            )
+            fact = f"{name} in {file} has another shape or type than in the bundle"
+            raise BundleError(f"{fact}; train with the same gamma, layers and ranks")
         if not np.abs(weights[name]).max(initial=0) <= MAX_WEIGHT:  # refuses NaN too
-            raise BundleError(
-                f"{name} in {file} has numbers beyond {MAX_WEIGHT:g}, or NaN; train "
-                "the streams again"
-            )
+            fact = f"{name} in {file} has numbers beyond {MAX_WEIGHT:g}, or NaN"
+            raise BundleError(f"{fact}; train the streams again")
     return weights

@@ -33,8 +33,6 @@ def isa() -> str:
         ) from error
     name: bytes | None = library.jetdraft_isa()
     if name is None:
-        raise ProviderError(
-            "this processor lacks the instructions that JETDRAFT_ISA names; leave it "
-            "out"
-        )
+        fact = "this processor lacks the instructions that JETDRAFT_ISA names"
+        raise ProviderError(f"{fact}; leave it out")
     return name.decode()
