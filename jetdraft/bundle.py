@@ -308,10 +308,8 @@ def check_pair(
             f"{target.vocab_size}; export both together"
         )
     if target.capacity != drafter.capacity:
-        raise PairError(
-            f"the {name}'s capacity is {drafter.capacity}, the target's "
-            f"{target.capacity}; export both together"
-        )
+        fact = f"the {name}'s capacity is {drafter.capacity}"
+        raise PairError(f"{fact}, the target's {target.capacity}; export both together")
     if target.source_slots != drafter.source_slots and not drafter.feature_input:
         raise PairError(
             f"the {name} reads sources of {drafter.source_slots} tokens, the target "

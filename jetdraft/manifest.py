@@ -48,10 +48,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     if version != SCHEMA_VERSION:
         is_newer = isinstance(version, int) and version > SCHEMA_VERSION
         advice = "update jetdraft" if is_newer else "export the bundle again"
-        raise BundleError(
-            f"{folder} has bundle schema {printable(version, 20)}, this jetdraft reads "
-            f"{SCHEMA_VERSION}; {advice}"
-        )
+        fact = f"{folder} has bundle schema {printable(version, 20)}"
+        raise BundleError(f"{fact}, this jetdraft reads {SCHEMA_VERSION}; {advice}")
     if manifest.get(SEAL) != seal_hash(manifest):
         fact = f"{folder / MANIFEST} was altered (its sha256 differs)"
         raise BundleError(f"{fact}; export or copy the bundle again")

@@ -133,10 +133,8 @@ def check_states(
         integers, probes = options.recipe_of(name).kv_bits, checkpoint.streams
         if len(contract.kv_shapes) < layers and (integers or probes):
             fix = "leave kv out of the recipe" if integers else "choose another target"
-            raise OptionError(
-                f"{checkpoint.source} has layers that share keys and values, of floats "
-                f"and without probes only; {fix}"
-            )
+            fact = f"{checkpoint.source} has layers that share keys and values"
+            raise OptionError(f"{fact}, of floats and without probes only; {fix}")
         return
     taps = checkpoint.taps
     cuts = taps is not None and taps.cut

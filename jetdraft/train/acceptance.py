@@ -75,10 +75,8 @@ def record_verdicts(
     finally:
         proposer.stop = None
     if len(verdicts) < LEAST_TOKENS or len(set(verdicts)) < 2:
-        raise DataError(
-            f"only {len(verdicts)} drafted tokens were compared, or all have the same "
-            "verdict; give more prompts"
-        )
+        fact = f"only {len(verdicts)} drafted tokens were compared"
+        raise DataError(f"{fact}, or all have the same verdict; give more prompts")
     return np.array(hidden), np.array(verdicts, np.float32)
 
 

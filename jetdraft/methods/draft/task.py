@@ -175,10 +175,8 @@ class ModelTask(task.Task):
         if self.ids is not None:
             self.ids = self.ids[self.ids < rows]
         if self.ids is not None and self.settings.draft_vocab is not None:
-            raise OptionError(
-                f"{source} has its own draft vocabulary of {len(self.ids)} tokens, "
-                "which stays; leave --draft-vocab out"
-            )
+            fact = f"{source} has its own draft vocabulary of {len(self.ids)} tokens"
+            raise OptionError(f"{fact}, which stays; leave --draft-vocab out")
         return checkpoint.model
 
     def new_drafter(self, run: task.Run) -> Any:
