@@ -257,8 +257,9 @@ class Bundle:
                 entry.check()
             bundle._check_fields()
         except ValueError as error:
-            fact = f"{folder / MANIFEST} is malformed ({error})"
-            raise BundleError(f"{fact}; export the bundle again") from error
+            raise BundleError(
+                f"{folder / MANIFEST} is malformed ({error}); export the bundle again"
+            ) from error
         return bundle
 
     def _check_fields(self) -> None:
@@ -308,8 +309,10 @@ def check_pair(
             f"{target.vocab_size}; export both together"
         )
     if target.capacity != drafter.capacity:
-        fact = f"the {name}'s capacity is {drafter.capacity}"
-        raise PairError(f"{fact}, the target's {target.capacity}; export both together")
+        raise PairError(
+            f"the {name}'s capacity is {drafter.capacity}, the target's "
+            f"{target.capacity}; export both together"
+        )
     if target.source_slots != drafter.source_slots and not drafter.feature_input:
         raise PairError(
             f"the {name} reads sources of {drafter.source_slots} tokens, the target "
@@ -356,9 +359,13 @@ def read_streams(file: Path, bundle: Bundle) -> dict[str, npt.NDArray[Any]]:
             for arrays in (own_weights, weights)
         )
         if old != new:
-            fact = f"{name} in {file} has another shape or type than in the bundle"
-            raise BundleError(f"{fact}; train with the same gamma, layers and ranks")
+            raise BundleError(
+                f"{name} in {file} has another shape or type than in the bundle; train "
+                "with the same gamma, layers and ranks"
+            )
         if not np.abs(weights[name]).max(initial=0) <= MAX_WEIGHT:  # refuses NaN too
-            fact = f"{name} in {file} has numbers beyond {MAX_WEIGHT:g}, or NaN"
-            raise BundleError(f"{fact}; train the streams again")
+            raise BundleError(
+                f"{name} in {file} has numbers beyond {MAX_WEIGHT:g}, or NaN; train "
+                "the streams again"
+            )
     return weights

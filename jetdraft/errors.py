@@ -110,8 +110,9 @@ def importing(doing: str, extra: str) -> Iterator[None]:
     try:
         yield
     except ImportError as error:
-        fact = f"{doing} needs {error.name}"
-        raise JetdraftError(f"{fact}; pip install 'jetdraft[cpu,{extra}]'") from error
+        raise JetdraftError(
+            f"{doing} needs {error.name}; pip install 'jetdraft[cpu,{extra}]'"
+        ) from error
 
 
 def reason_of(error: Exception) -> str:

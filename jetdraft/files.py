@@ -76,8 +76,9 @@ def _open_replacement(file: Path) -> Iterator[BinaryIO]:
         with replacing(file) as partial, partial.open("wb") as handle:
             yield handle
     except OSError as error:
-        fact = f"cannot write {file} ({error.strerror})"
-        raise OutputError(f"{fact}; choose another file") from error
+        raise OutputError(
+            f"cannot write {file} ({error.strerror}); choose another file"
+        ) from error
 
 
 def write_text(file: Path, text: str) -> None:
@@ -102,8 +103,9 @@ def locked(path: Path, wait: bool = False, create: bool = False) -> Iterator[boo
     try:
         import fcntl
     except ImportError as error:
-        fact = f"cannot lock {path}: this system has no file locks"
-        raise OutputError(f"{fact}; use jetdraft on Linux") from error
+        raise OutputError(
+            f"cannot lock {path}: this system has no file locks; use jetdraft on Linux"
+        ) from error
     handle = os.open(path, os.O_CREAT | os.O_RDWR if create else os.O_RDONLY, 0o666)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
@@ -148,8 +150,9 @@ def read_bytes(file: Path) -> bytes:
     except FileNotFoundError as error:
         raise DataError(f"no data file {file}; give an existing file") from error
     except OSError as error:
-        fact = f"cannot read {file} ({error.strerror})"
-        raise DataError(f"{fact}; give a text file") from error
+        raise DataError(
+            f"cannot read {file} ({error.strerror}); give a text file"
+        ) from error
     if len(data) > MAX_BYTES and not file.is_file():
         raise DataError(f"{file} does not end; give a file")
     return data

@@ -105,17 +105,22 @@ class Recipe:
             ("quantization of the KV cache", self.kv or KV_SCHEMES[0], KV_SCHEMES),
         ):
             if value not in choices:
-                fact = f"unknown {name} {value!r}"
-                raise OptionError(f"{fact}; choose {', '.join(choices)}")
+                raise OptionError(
+                    f"unknown {name} {value!r}; choose {', '.join(choices)}"
+                )
         if self.block_size not in BLOCK_SIZES:
             sizes = ", ".join(map(str, BLOCK_SIZES))
             raise OptionError(f"unknown block size {self.block_size}; choose {sizes}")
         if self.scheme == "none" and self.head is not None:
-            fact = "a recipe with the scheme none cannot quantize the head"
-            raise OptionError(f"{fact}; leave head out, or choose {', '.join(BITS)}")
+            raise OptionError(
+                "a recipe with the scheme none cannot quantize the head; leave head "
+                f"out, or choose {', '.join(BITS)}"
+            )
         if self.scheme in GRIDS and self.algorithm != "rtn":
-            fact = f"{self.scheme} rounds in its own way, not by {self.algorithm}"
-            raise OptionError(f"{fact}; leave {self.algorithm} out, or choose int8")
+            raise OptionError(
+                f"{self.scheme} rounds in its own way, not by {self.algorithm}; leave "
+                f"{self.algorithm} out, or choose int8"
+            )
         if self.raised and self.scheme not in RAISED:
             raise OptionError(
                 f"layers of {self.scheme} cannot get more bits; leave up and limits "
@@ -204,11 +209,15 @@ class Recipe:
                 "read; choose int4 or int8 for the standard flavour"
             )
         if self.has_grids:
-            fact = f"{self.name} needs MatMulPacked, which ai.onnx does not have"
-            raise OptionError(f"{fact}; choose int8, or the contrib flavour")
+            raise OptionError(
+                f"{self.name} needs MatMulPacked, which ai.onnx does not have; choose "
+                "int8, or the contrib flavour"
+            )
         if self.bits is not None and self.algorithm not in SYMMETRIC:
-            fact = f"{self.name} has zeros, which the standard flavour cannot read"
-            raise OptionError(f"{fact}; choose {' or '.join(SYMMETRIC)}")
+            raise OptionError(
+                f"{self.name} has zeros, which the standard flavour cannot read; "
+                f"choose {' or '.join(SYMMETRIC)}"
+            )
 
     def of_unit(self, unit: Unit) -> Recipe:
         """Return the recipe for the matrices of a unit: a layer, the head or ""."""
@@ -243,8 +252,10 @@ class Recipe:
         try:
             return cls(**{**own, "raised": tuple(fields.get("raised", ()))})
         except OptionError as error:
-            fact = f"the recipe in bundle.json cannot be read ({error})"
-            raise BundleError(f"{fact}; export the bundle again") from error
+            raise BundleError(
+                f"the recipe in bundle.json cannot be read ({error}); export the "
+                "bundle again"
+            ) from error
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self) | {"raised": list(self.raised)}

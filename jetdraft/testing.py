@@ -62,5 +62,7 @@ def _remove_empty_folder(path: Path) -> None:
     except FileNotFoundError:
         pass
     except OSError as error:
-        fact = f"cannot unpack a toy bundle to {printable(path)} ({error.strerror})"
-        raise OutputError(f"{fact}; choose a new or an empty folder") from error
+        raise OutputError(
+            f"cannot unpack a toy bundle to {printable(path)} ({error.strerror}); "
+            "choose a new or an empty folder"
+        ) from error

@@ -70,8 +70,9 @@ def check_tensors(declared: tuple[TensorSpec, ...], actual: list[Any], of: str) 
                 f"{spec.dtype} {list(spec.shape)}; export the bundle again"
             )
     if unchecked:
-        fact = f"{of} have undeclared {sorted(unchecked)}"
-        raise ContractError(f"{fact}; export the bundle again")
+        raise ContractError(
+            f"{of} have undeclared {sorted(unchecked)}; export the bundle again"
+        )
 
 
 def _matches(declared: tuple[int | str, ...], actual: tuple[Any, ...]) -> bool:

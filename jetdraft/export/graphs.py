@@ -73,13 +73,7 @@ def write_graphs(job: Job, entry: GraphEntry) -> GraphEntry:
     else:
         step = _make_plain_step(job, entry.contract)
     entry = write_chain(job, entry, step)
-    if 0 < step.cut < len(entry.contract.kv_shapes):
-        entry = replace(entry, halves=_write_split(job, entry, step))
-    if step.extra_outputs:
-        chain = job.folder / entry.file
-        model = ir.load(chain)
-        derived.drop_extra_values(model, step)
-        ir.save(model, chain)
+    entry = _write_halves(job, entry, step)
     entry = write_tree(job, entry)
     return _write_selection(job, entry)
 
@@ -153,6 +147,17 @@ def _save_with_weights(model: ir.Model, file: Path) -> None:
     for node in model.graph:
         node.metadata_props.clear()  # drops stack traces with this machine's paths
     ir.save(model, file, external_data=f"{file.name}.data")
+
+
+def _write_halves(job: Job, entry: GraphEntry, step: Step) -> GraphEntry:
+    chain = job.folder / entry.file
+    if 0 < step.cut < len(entry.contract.kv_shapes):
+        entry = replace(entry, halves=_write_split(job, entry, step))
+    if step.extra_outputs:
+        model = ir.load(chain)
+        derived.drop_extra_values(model, step)
+        ir.save(model, chain)
+    return entry
 
 
 def _write_split(job: Job, entry: GraphEntry, step: Step) -> Halves:

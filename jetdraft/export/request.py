@@ -244,8 +244,10 @@ def _check_fits(request: ExportRequest) -> None:
     for folder in folders:
         if not folder.is_dir():
             fix = "leave --device out" if folder.is_file() else "download it first"
-            fact = "--device reads the config in a folder"
-            raise OptionError(f"{fact}, and {folder} is not a folder; {fix}")
+            raise OptionError(
+                f"--device reads the config in a folder, and {folder} is not a folder; "
+                f"{fix}"
+            )
     question = Question(
         folders[0],
         request.device,

@@ -33,6 +33,8 @@ def isa() -> str:
         ) from error
     name: bytes | None = library.jetdraft_isa()
     if name is None:
-        fact = "this processor lacks the instructions that JETDRAFT_ISA names"
-        raise ProviderError(f"{fact}; leave it out")
+        raise ProviderError(
+            "this processor lacks the instructions that JETDRAFT_ISA names; leave it "
+            "out"
+        )
     return name.decode()
