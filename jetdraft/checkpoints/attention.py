@@ -1,6 +1,5 @@
 """Lets any transformers model, encoder-decoders too, attend over fixed KV buffers."""
 
-import contextlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -12,10 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import AttentionInterface
 from transformers.cache_utils import Cache, EncoderDecoderCache
-from transformers.integrations.moe import (
-    ALL_EXPERTS_FUNCTIONS,
-    batched_mm_experts_forward,
-)
+from transformers.integrations import moe
 
 from jetdraft.checkpoints.recurrence import States
 from jetdraft.errors import UnsupportedModelError
@@ -167,9 +163,7 @@ def attend(
     return output if size == output.shape[-1] else output[..., :size], None
 
 
-def _check_call(
-    module: torch.nn.Module, unknown: list[str], attends_twice: bool
-) -> None:
+def _check_call(module: Any, unknown: list[str], attends_twice: bool) -> None:
     names = ", ".join(unknown)
     sees_all = attends_both_ways(getattr(module, "config", None))
     one_way = getattr(module, "is_causal", True) or sees_all
@@ -179,9 +173,8 @@ def _check_call(
         ("attends twice in one layer", attends_twice),
     ):
         if has_it:
-            raise UnsupportedModelError(
-                f"{type(module).__name__} {problem}; see docs/models.md"
-            )
+            fact = f"{type(module).__name__} {problem}"
+            raise UnsupportedModelError(f"{fact}; see docs/models.md")
 
 
 def _attend_both_ways(
@@ -206,9 +199,7 @@ def _as_wide(*parts: Tensor) -> list[Tensor]:
     ]
 
 
-def attend_over_buffers(
-    module: Any, query: Tensor, key: Tensor, value: Tensor
-) -> Tensor:
+def attend_to_buffers(module: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """Attend to the pass's buffers with rotated query and key: [b, n, heads, d]."""
     return attend(module, query, key, value, None, module.scaling)[0]
 
@@ -221,10 +212,8 @@ def _insert_prefix(
     groups = rows[0].shape[1] // keys.shape[1]
     # The operator needs a query for each key.
     queries = torch.zeros_like(keys).repeat_interleave(groups, 1)
-    return [
-        torch.cat([part[:, :, :count], joined, part[:, :, count:]], 2)
-        for part, joined in zip(rows, (queries, keys, values), strict=True)
-    ]
+    pairs = zip(rows, (queries, keys, values), strict=True)
+    return [torch.cat([x[:, :, :count], own, x[:, :, count:]], 2) for x, own in pairs]
 
 
 def unknown_arguments(extra: dict[str, Any]) -> list[str]:
@@ -256,19 +245,11 @@ def _make_node(call: _AttentionInputs, state: StepState) -> tuple[Tensor, ...]:
     """Make one GroupQueryAttention node; return its output and both new buffers."""
     _, heads, rows, head_dim = call.query.shape
     kv_heads, buffers = call.key.shape[1], [call.past_key, call.past_value]
-    attributes: dict[str, Any] = {
-        "num_heads": heads,
-        "kv_num_heads": kv_heads,
-        "scale": call.scale,
-    }
-    if call.window:
-        attributes["local_window_size"] = call.window
-    if call.softcap:
-        attributes["softcap"] = call.softcap
-    inputs: list[Tensor | None] = [
-        tensor.transpose(1, 2).reshape(1, rows, -1)
-        for tensor in (call.query, call.key, call.value)
-    ]
+    sizes: Any = {"num_heads": heads, "kv_num_heads": kv_heads, "scale": call.scale}
+    optional = {"local_window_size": call.window, "softcap": call.softcap}
+    attributes = sizes | {name: value for name, value in optional.items() if value}
+    own = call.query, call.key, call.value
+    inputs: list[Tensor | None] = [x.transpose(1, 2).reshape(1, rows, -1) for x in own]
     if call.shared:  # no rows are written
         inputs[1:] = [call.key.new_zeros(1, 0, kv_heads * head_dim)] * 2
     inputs += [*buffers, state.last_row, state.total_length]
@@ -327,12 +308,12 @@ def compute_experts(
         state.experts.append(top_k_index + state.expert_count)
         state.expert_count += module.num_experts
     own = type(module).forward.__wrapped__
-    compute = batched_mm_experts_forward if torch.compiler.is_exporting() else own
+    compute = moe.batched_mm_experts_forward if torch.compiler.is_exporting() else own
     result: Tensor = compute(module, hidden_states, top_k_index, top_k_weights)
     return result
 
 
-ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, compute_experts)
+moe.ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, compute_experts)
 
 
 SOURCE_ATTENTION = "jetdraft-source"
@@ -409,9 +390,13 @@ def attend_to_source(
 def set_attention(model: Any, name: str) -> None:
     """Let all parts of a model attend as `name` says; T5's halves have own configs."""
     model.set_attn_implementation(name)
-    for module in model.modules():
-        config = getattr(module, "config", None)
-        if config is not None:
+    set_attention_of_parts(model, name)
+
+
+def set_attention_of_parts(module: torch.nn.Module, name: str) -> None:
+    """Let the parts of a module attend as `name` says."""
+    for part in module.modules():
+        if (config := getattr(part, "config", None)) is not None:
             config._attn_implementation = name
 
 
@@ -425,9 +410,7 @@ def relative_bias_module(model: Any) -> Any:
     return next((m for m in modules if getattr(m, named, False)), None)
 
 
-def distance_bias(
-    model: Any, rows: Tensor, slots: Tensor, both_ways: bool = False
-) -> Tensor:
+def distance_bias(model: Any, rows: Tensor, slots: Tensor, both_ways: bool) -> Tensor:
     """Return the bias [b, heads, n, k] of slots at [b, k] for rows at [b, n]."""
     module = relative_bias_module(model)
     distance = slots[:, None, :] - rows[:, :, None]
@@ -441,16 +424,14 @@ def distance_bias(
     return bias.permute(0, 3, 1, 2)
 
 
-@contextlib.contextmanager
+@contextmanager
 def at_positions(model: Any, positions: Tensor) -> Iterator[None]:
     """Let the decoder use `positions` int64 [b, n], not 0, 1, ..., inside the block."""
     table = getattr(model.get_decoder(), "embed_positions", None)
     if table is None:
         if relative_bias_module(model) is None:
-            raise UnsupportedModelError(
-                f"{type(model).__name__} has positions of its own kind; export another "
-                "architecture"
-            )
+            fact = f"{type(model).__name__} has positions of its own kind"
+            raise UnsupportedModelError(f"{fact}; export another architecture")
         yield
         return
     places = positions + getattr(table, "offset", 0)
@@ -461,7 +442,7 @@ def at_positions(model: Any, positions: Tensor) -> Iterator[None]:
         del table.forward
 
 
-@contextlib.contextmanager
+@contextmanager
 def answering_rows(model: Any, rows: Any) -> Iterator[None]:
     """Let the LM head read states [b, n, h] at the index `rows` only, in the block."""
 
@@ -469,8 +450,5 @@ def answering_rows(model: Any, rows: Any) -> Iterator[None]:
         output.last_hidden_state = output.last_hidden_state[rows]
         return output
 
-    handle = model.get_decoder().register_forward_hook(keep)
-    try:
+    with model.get_decoder().register_forward_hook(keep):
         yield
-    finally:
-        handle.remove()

@@ -3,42 +3,22 @@
 import logging
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from jetdraft.bundle import Defaults, Embedding, Speech
+from jetdraft.checkpoints import model_reader, streams
 from jetdraft.checkpoints.defaults import GenerationFields
 from jetdraft.checkpoints.embedding import read_embedding
 from jetdraft.checkpoints.folder import check_folder, checkpoint_folder, weights_sha256
 from jetdraft.checkpoints.gguf import is_gguf, opened_gguf
 from jetdraft.checkpoints.layers import Taps, limit_vocab, read_draft_vocabulary
-from jetdraft.checkpoints.model_reader import (
-    chat_template,
-    check_causal,
-    is_speech_model,
-    load_config,
-    load_model,
-    load_tokenizer,
-    passed_over_settings,
-    read_packed,
-    read_speech,
-    special_tokens,
-)
+from jetdraft.checkpoints.model_reader import is_speech_model
 from jetdraft.checkpoints.packed import PackedWeights
 from jetdraft.checkpoints.parameters import set_compute_dtype, store_weights_in
-from jetdraft.checkpoints.streams import (
-    PROMPT_MODES,
-    SETTINGS,
-    SHARED,
-    UNFINISHED,
-    ProbedModel,
-    PromptSettings,
-    StreamSettings,
-    load_prompts,
-    load_streams,
-)
+from jetdraft.checkpoints.streams import ProbedModel, PromptSettings, StreamSettings
 from jetdraft.checkpoints.vision import picture_sizes
 from jetdraft.errors import CheckpointError, printable
 from jetdraft.ort import no_progress_bars, silenced
@@ -76,9 +56,7 @@ class Checkpoint:
     picture_sizes: tuple[int, int] = (0, 0)
 
     @classmethod
-    def load(
-        cls, source: str, dtype: torch.dtype, keeps_grids: bool = False
-    ) -> "Checkpoint":
+    def load(cls, source: str, dtype: torch.dtype, keeps_grids: bool = False) -> Self:
         """Load a local folder, a GGUF file or a hub id; raises `CheckpointError`.
 
         The model computes in `dtype`; its weights keep their stored type. With
@@ -88,60 +66,56 @@ class Checkpoint:
             return cls._load_gguf(source, dtype, keeps_grids)
         check_folder(source)
         with silenced(logging.WARNING), no_progress_bars():
-            config = load_config(source)
+            config = model_reader.load_config(source)
             generation = GenerationFields.read(source)
-            packed = read_packed(source, config, keeps_grids)
-            model = load_model(source, config, packed)
+            packed = model_reader.read_packed(source, config, keeps_grids)
+            model = model_reader.load_model(source, config, packed)
             set_compute_dtype(model, dtype)
-            tokenizer = load_tokenizer(source)
+            tokenizer = model_reader.load_tokenizer(source)
         ends, heard = _eos_token_ids(source, model), is_speech_model(config)
+        template = getattr(tokenizer, "chat_template", None)
         embedding, taps = read_embedding(source, model)
         size = model.get_output_embeddings().weight.shape[0]
         passed_over = generation.passed_over(config.is_encoder_decoder, heard)
         if tokenizer:
-            passed_over += tuple(passed_over_settings(tokenizer, ends))
+            passed_over += tuple(model_reader.passed_over_settings(tokenizer, ends))
         return cls(
             source=source,
             model=model,
             tokenizer=tokenizer and tokenizer.backend_tokenizer.to_str(),
-            chat_template=chat_template(getattr(tokenizer, "chat_template", None)),
+            chat_template=model_reader.chat_template(template),
             eos_token_ids=ends,
             packed=replace(packed, floats={}) if packed and packed.blocks else None,
             streams=read_settings(checkpoint_folder(source)),
             generation=generation.defaults(size, ends, heard),
             passed_over=passed_over,
-            special_tokens=special_tokens(tokenizer),
+            special_tokens=model_reader.special_tokens(tokenizer),
             taps=taps,
             draft_ids=read_draft_vocabulary(checkpoint_folder(source), size),
             start_token_ids=_start_token_ids(source, model),
-            speech=read_speech(source, model),
+            speech=model_reader.read_speech(source, model),
             embedding=embedding,
             picture_sizes=picture_sizes(source, model),
         )
 
     @classmethod
-    def _load_gguf(
-        cls, source: str, dtype: torch.dtype, keeps_grids: bool
-    ) -> "Checkpoint":
+    def _load_gguf(cls, source: str, dtype: torch.dtype, keeps_grids: bool) -> Self:
         with silenced(logging.WARNING), no_progress_bars():
             with opened_gguf(source) as file:
                 passed_over, config = file.passed_over(), file.config()
-                packed, tokenizer = (
-                    file.weights(config, keeps_grids),
-                    file.tokenizer_json(),
-                )
+                packed, text = file.weights(config, keeps_grids), file.tokenizer_json()
                 generation, templates = file.generation(), file.chat_templates()
                 named, kept_in = file.special_tokens(), file.dtype()
-            check_causal(source, config)
-            model = load_model(source, config, packed, kept_in)
+            model_reader.check_causal(source, config)
+            model = model_reader.load_model(source, config, packed, kept_in)
             set_compute_dtype(model, dtype)
         ends = _eos_token_ids(source, model)
         size = model.get_output_embeddings().weight.shape[0]
         return cls(
             source=source,
             model=model,
-            tokenizer=tokenizer,
-            chat_template=chat_template(templates),
+            tokenizer=text,
+            chat_template=model_reader.chat_template(templates),
             eos_token_ids=ends,
             # Without integers it is a checkpoint of floats like any other.
             packed=replace(packed, floats={}) if packed.blocks else None,
@@ -170,7 +144,7 @@ class Checkpoint:
     def add_probes(self, scale: float) -> ProbedModel:
         """Return the model with probes, changed in place; raises `CheckpointError`."""
         assert self.streams is not None
-        if self.packed is not None and self.streams.mode == SHARED:
+        if self.packed is not None and self.streams.mode == streams.SHARED:
             raise CheckpointError(
                 f"{self.source} is quantized already, so LoRA cannot be added to its "
                 "weights; train stream of mode lossless"
@@ -205,23 +179,22 @@ class Checkpoint:
 
 def read_settings(folder: Path) -> ProbeSettings | None:
     """Read the settings of a checkpoint's probes; None if it has no probes."""
-    file, mark = folder / SETTINGS, folder / UNFINISHED
+    file, mark = folder / streams.SETTINGS, folder / streams.UNFINISHED
     try:
         if not file.is_file():
             added = mark.read_text(encoding="utf-8") if mark.is_file() else ""
             if added:
-                raise CheckpointError(
-                    f"the training in {folder} has saved no {added} yet; let it go on"
-                )
+                fact = f"the training in {folder} has saved no {added} yet"
+                raise CheckpointError(f"{fact}; let it go on")
             return None
         fields = read_json_file(file)
-        kind = PromptSettings if fields["mode"] in PROMPT_MODES else StreamSettings
+        is_prompt = fields["mode"] in streams.PROMPT_MODES
+        kind = PromptSettings if is_prompt else StreamSettings
         settings = {name: fields[name] for name in kind.__dataclass_fields__}
         return read_record(kind, settings)  # type: ignore[no-any-return]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(
-            f"{file} cannot be read ({error}); train the streams again"
-        ) from error
+        fact = f"{file} cannot be read ({error})"
+        raise CheckpointError(f"{fact}; train the streams again") from error
 
 
 def load_probes(
@@ -229,8 +202,8 @@ def load_probes(
 ) -> ProbedModel:
     """Add a checkpoint's probes to its model, in place; see `add_probes`."""
     if isinstance(settings, PromptSettings):
-        return load_prompts(model, settings, folder)
-    return load_streams(model, settings, folder, scale)
+        return streams.load_prompts(model, settings, folder)
+    return streams.load_streams(model, settings, folder, scale)
 
 
 def _eos_token_ids(source: str, model: Any) -> tuple[int, ...]:

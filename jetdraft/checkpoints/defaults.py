@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import transformers
 
@@ -148,9 +148,8 @@ def read_fields(source: str, name: str, kind: Any = dict) -> Any:
     try:
         return None if file is None else kind(read_json_file(Path(file)))
     except (OSError, ValueError, TypeError) as error:
-        raise CheckpointError(
-            f"{name} of {source} cannot be read ({error}); fetch it again"
-        ) from error
+        fact = f"{name} of {source} cannot be read ({error})"
+        raise CheckpointError(f"{fact}; fetch it again") from error
 
 
 @dataclass(frozen=True)
@@ -162,7 +161,7 @@ class GenerationFields:
     fields: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def read(cls, source: str) -> "GenerationFields":
+    def read(cls, source: str) -> Self:
         """Read the fields of a folder or hub id; raises `CheckpointError`."""
         fields, file = read_fields(source, FILE), FILE
         if fields is None:
@@ -209,11 +208,10 @@ class GenerationFields:
 
     def passed_over(self, reads_source: bool, is_speech: bool) -> tuple[str, ...]:
         """Return a warning for each field that would change the text, and does not."""
-        tables: list[tuple[Rule, ...]] = [GENERATION_FIELDS]
-        tables += [SAMPLING_FIELDS] if self.fields.get("do_sample") is True else []
-        tables += [SOURCE_FIELDS] if reads_source else []
-        tables += [SPEECH_FIELDS] if is_speech else []
-        return tuple(passed_over_fields(self.file, self.fields, rules_by_name(*tables)))
+        samples = self.fields.get("do_sample") is True
+        tables = SAMPLING_FIELDS * samples, SOURCE_FIELDS * reads_source
+        rules = rules_by_name(GENERATION_FIELDS, *tables, SPEECH_FIELDS * is_speech)
+        return tuple(passed_over_fields(self.file, self.fields, rules))
 
     def _list_of(self, name: str, kind: Any) -> Any:
         """Return a list field; a single text becomes a list; `CheckpointError`."""
@@ -225,6 +223,5 @@ class GenerationFields:
             raise self._field_error(f"is malformed ({error})") from error
 
     def _field_error(self, fact: str) -> CheckpointError:
-        return CheckpointError(
-            f"{self.file} of {self.source} {fact}; correct or remove it"
-        )
+        file = f"{self.file} of {self.source}"
+        return CheckpointError(f"{file} {fact}; correct or remove it")

@@ -40,9 +40,8 @@ def check_folder(source: str) -> None:
             "hub id like org/name"
         )
     if (path / MANIFEST).is_file():
-        raise CheckpointError(
-            f"{source} is a bundle already; give the checkpoint that it was made of"
-        )
+        fact = f"{source} is a bundle already"
+        raise CheckpointError(f"{fact}; give the checkpoint that it was made of")
     if not (path / "config.json").is_file():
         files = (f"the file {file}" for file in sorted(path.glob("*.gguf")))
         fix = next(files, "a folder that save_pretrained wrote")
@@ -55,19 +54,15 @@ def check_file_types(folder: Path) -> None:
     """Raise `CheckpointError` for a pipe or a device, whose reading might never end."""
     for file in folder.iterdir():
         if file.exists() and not (file.is_file() or file.is_dir()):
-            raise CheckpointError(
-                f"{printable(file)} is a pipe or a device; remove it, or fetch the "
-                "files again"
-            )
+            fact = f"{printable(file)} is a pipe or a device"
+            raise CheckpointError(f"{fact}; remove it, or fetch the files again")
 
 
 def checkpoint_folder(source: str) -> Path:
     """Return a checkpoint's folder, fetched for a hub id; refuses a GGUF file."""
     if is_gguf(source):
-        raise CheckpointError(
-            f"{source} is a GGUF file, not a folder of safetensors; give the model's "
-            "Hugging Face folder"
-        )
+        fact = f"{source} is a GGUF file, not a folder of safetensors"
+        raise CheckpointError(f"{fact}; give the model's Hugging Face folder")
     if Path(source).is_dir():
         return Path(source)
     for name in (SETTINGS, STREAM_WEIGHTS):
@@ -111,7 +106,14 @@ _MAX_INDEX_BYTES = 1 << 28  # Indexes of shards have at most some 20 MB.
 def check_shards(folder: Path) -> None:
     """Raise `CheckpointError` for shards outside the folder, and for missing shards."""
     for index in sorted(folder.glob("*.index.json")):
-        shards = sorted(set(_shard_names(index)))
+        try:
+            contents = read_json_file(index, _MAX_INDEX_BYTES)
+        except (OSError, JsonError) as error:
+            fact = f"{printable(index)} cannot be read ({error})"
+            raise CheckpointError(f"{fact}; fetch it again") from error
+        table = contents.get("weight_map") if isinstance(contents, dict) else None
+        names = table.values() if isinstance(table, dict) else ()
+        shards = sorted({name for name in names if isinstance(name, str)})
         for name in shards:
             paths = PurePosixPath(name), PureWindowsPath(name)
             if any(bool(path.anchor) or ".." in path.parts for path in paths):
@@ -128,19 +130,6 @@ def check_shards(folder: Path) -> None:
             )
 
 
-def _shard_names(index: Path) -> Iterator[str]:
-    try:
-        contents = read_json_file(index, _MAX_INDEX_BYTES)
-    except (OSError, JsonError) as error:
-        raise CheckpointError(
-            f"{printable(index)} cannot be read ({error}); fetch it again"
-        ) from error
-    table = contents.get("weight_map") if isinstance(contents, dict) else None
-    for name in table.values() if isinstance(table, dict) else ():
-        if isinstance(name, str):
-            yield name
-
-
 NO_OWN_CODE = {"trust_remote_code": False}
 """Arguments of transformers' loaders that never run a checkpoint's code.
 
@@ -155,16 +144,13 @@ def as_checkpoint_error(source: str) -> Iterator[None]:
     try:
         yield
     except SafetensorError as error:
-        raise CheckpointError(
-            f"the weights of {source} are damaged ({error}); fetch them again"
-        ) from error
+        fact = f"the weights of {source} are damaged ({error})"
+        raise CheckpointError(f"{fact}; fetch them again") from error
     except JetdraftError:
         raise
     except Exception as error:  # pickle and transformers raise whatever they stumble on
-        raise CheckpointError(
-            f"cannot load {source} ({first_line(error)}); check the folder or the "
-            "hub id"
-        ) from error
+        fact = f"cannot load {source} ({first_line(error)})"
+        raise CheckpointError(f"{fact}; check the folder or the hub id") from error
 
 
 def first_line(error: Exception) -> str:

@@ -11,42 +11,14 @@ import numpy as np
 import torch
 import transformers
 from gguf import GGUFReader, ReaderTensor, dequantize
-from transformers.modeling_gguf_pytorch_utils import (
-    GGUF_SUPPORTED_ARCHITECTURES,
-    TENSOR_PROCESSORS,
-    TensorProcessor,
-    get_gguf_hf_weights_map,
-)
+from transformers import modeling_gguf_pytorch_utils as gguf_utils
 
-from jetdraft.checkpoints.defaults import (
-    REFUSED,
-    WARNED,
-    GenerationFields,
-    find_rule,
-    passed_over_fields,
-    rules_by_name,
-)
-from jetdraft.checkpoints.gguf_fields import (
-    FILE_FIELDS,
-    MODEL_FIELDS,
-    FamilyFields,
-    field_error,
-)
-from jetdraft.checkpoints.gguf_tokenizer import (
-    end_token_ids,
-    make_tokenizer_json,
-    special_tokens,
-)
+from jetdraft.checkpoints import defaults, gguf_fields, gguf_tokenizer
+from jetdraft.checkpoints.defaults import REFUSED, WARNED, GenerationFields
 from jetdraft.checkpoints.layers import head_size
 from jetdraft.checkpoints.packed import PackedWeights
 from jetdraft.checkpoints.refusals import SPARE, Bounds, build_skeleton, check_kinds
-from jetdraft.errors import (
-    CheckpointError,
-    JetdraftError,
-    UnsupportedModelError,
-    printable,
-    reason_of,
-)
+from jetdraft.errors import CheckpointError, UnsupportedModelError, printable, reason_of
 from jetdraft.quant.algorithms import quantize
 from jetdraft.quant.grids import GRIDS, GridMatrix
 from jetdraft.quant.stored import GridStack, StoredTensor
@@ -77,9 +49,8 @@ def opened_gguf(source: str) -> "Iterator[GgufFile]":
     try:
         yield GgufFile(source)
     except OSError as error:
-        raise CheckpointError(
-            f"cannot read {source} ({reason_of(error)}); check the file"
-        ) from error
+        fact = f"cannot read {source} ({reason_of(error)})"
+        raise CheckpointError(f"{fact}; check the file") from error
     except _MALFORMED as error:
         raise CheckpointError(
             f"{source} is cut off, or is not a GGUF file that the package gguf can "
@@ -116,18 +87,13 @@ class GgufFile:
     def _check_supported(self) -> None:
         parts = self.field("split.count")
         if parts is not None and parts > 1:
-            raise CheckpointError(
-                f"{self.source} is one of {parts} parts; join them with "
-                "llama-gguf-split --merge"
-            )
+            fact = f"{self.source} is one of {parts} parts"
+            raise CheckpointError(f"{fact}; join them with llama-gguf-split --merge")
         known = {"model_type": _MIXTURES.get(self.family)}
-        check_kinds(
-            self.source,
-            lambda name: known.get(name) or self.field(f"{self.family}.{name}"),
-        )
-        if known["model_type"] is None and (
-            self.family not in GGUF_SUPPORTED_ARCHITECTURES
-        ):
+        own = f"{self.family}."
+        check_kinds(self.source, lambda name: known.get(name) or self.field(own + name))
+        can_read = self.family in gguf_utils.GGUF_SUPPORTED_ARCHITECTURES
+        if known["model_type"] is None and not can_read:
             raise UnsupportedModelError(
                 f"{self.source} is a {self.family!r} model, which transformers cannot "
                 "read from a GGUF file; export its Hugging Face folder"
@@ -136,25 +102,21 @@ class GgufFile:
             raise CheckpointError(f"{self.source} has no weights; give a whole model")
         layers = self.field(f"{self.family}.block_count")
         if isinstance(layers, int) and layers > len(self.tensors):
-            raise CheckpointError(
-                f"{self.source} has {len(self.tensors)} weights for {layers} layers; "
-                "fetch it again"
-            )
+            fact = f"{self.source} has {len(self.tensors)} weights for {layers} layers"
+            raise CheckpointError(f"{fact}; fetch it again")
 
     def tokenizer_json(self) -> str | None:
         try:
-            return make_tokenizer_json(self.source, self.field)
-        except JetdraftError:
+            return gguf_tokenizer.make_tokenizer_json(self.source, self.field)
+        except CheckpointError:
             raise
         except Exception as error:  # tokenizers raises bare exceptions
-            raise CheckpointError(
-                f"the tokenizer of {self.source} cannot be read ({error}); fetch the "
-                "file again"
-            ) from error
+            fact = f"the tokenizer of {self.source} cannot be read ({error})"
+            raise CheckpointError(f"{fact}; fetch the file again") from error
 
     def special_tokens(self) -> dict[str, str]:
         """The texts of the special tokens, by transformers' names."""
-        return special_tokens(self.field)
+        return gguf_tokenizer.special_tokens(self.field)
 
     def chat_templates(self) -> dict[str, str | None]:
         """The chat template, and the one for tools, by transformers' names."""
@@ -178,19 +140,20 @@ class GgufFile:
     def passed_over(self) -> tuple[str, ...]:
         """Return a warning for each ignored field; raise for a field to be refused."""
         lines: list[str] = []
-        file_rules, model_rules = map(rules_by_name, (FILE_FIELDS, MODEL_FIELDS))
+        tables = gguf_fields.FILE_FIELDS, gguf_fields.MODEL_FIELDS
+        file_rules, model_rules = map(defaults.rules_by_name, tables)
         for name in self.reader.fields:
             suffix = name.removeprefix(f"{self.family}.")
             rules = file_rules if suffix == name else model_rules
-            rule = find_rule(suffix, rules)
+            rule = defaults.find_rule(suffix, rules)
             if rule is None and suffix == name and not name.startswith("tokenizer."):
                 continue  # other programs have fields of their own
             if rule is not None and rule.fate not in (REFUSED, WARNED):
                 continue
             value = self.field(name)
             if rule is not None and rule.fate == REFUSED and not rule.neutral(value):
-                raise field_error(self.source, name, value, rule.why)
-            lines += passed_over_fields("metadata", {suffix: value}, rules)
+                raise gguf_fields.field_error(self.source, name, value, rule.why)
+            lines += defaults.passed_over_fields("metadata", {suffix: value}, rules)
         if self.generation().defaults().get("temperature", 1.0) != 1.0:
             lines.append(
                 "metadata: general.sampling.temp: the temperature comes before top_p "
@@ -204,37 +167,31 @@ class GgufFile:
         config = transformers.AutoConfig.from_pretrained(
             str(folder), gguf_file=self.path.name, trust_remote_code=False
         )
-        fields = FamilyFields(self.source, self.family, self.field)
+        fields = gguf_fields.FamilyFields(self.source, self.family, self.field)
         fields.set_attention_and_norms(config)
         if ROPE_TENSOR in self.tensors:
             fields.set_rotations(config, self._llama3_scaling(config))
         elif getattr(config, "rope_parameters", None):
             fields.set_rotations(config)
         config.tie_word_embeddings = self.has_tied_head
-        config.eos_token_id = end_token_ids(self.field) or None
+        config.eos_token_id = gguf_tokenizer.end_token_ids(self.field) or None
         return config
 
     def _llama3_scaling(self, config: Any) -> dict[str, Any]:
         """Return Llama 3's RoPE scaling, of which the file has only the factors."""
         stored = np.asarray(self.tensors[ROPE_TENSOR].data, np.float32)
-        scaling = {
-            "rope_type": "llama3",
-            "factor": float(stored.max()),
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192,
-        }
+        factor, low, high, length = float(stored.max()), 1.0, 4.0, 8192
         powers = np.arange(0, head_size(config), 2) / head_size(config)
         frequencies = config.rope_parameters["rope_theta"] ** -powers
-        turns = 8192 / (2 * np.pi) * frequencies
-        smooth = ((turns - 1) / (4 - 1)).clip(0, 1)
-        expected = 1 / ((1 - smooth) / scaling["factor"] + smooth)
+        turns = length / (2 * np.pi) * frequencies
+        smooth = ((turns - low) / (high - low)).clip(0, 1)
+        expected = 1 / ((1 - smooth) / factor + smooth)
         if len(stored) != len(expected) or not np.allclose(stored, expected, rtol=1e-3):
-            raise UnsupportedModelError(
-                f"{self.source} scales its rotations in another way than Llama 3; "
-                "export its Hugging Face folder"
-            )
-        return scaling
+            fact = f"{self.source} scales its rotations in another way than Llama 3"
+            raise UnsupportedModelError(f"{fact}; export its Hugging Face folder")
+        scaling = {"rope_type": "llama3", "factor": factor, "low_freq_factor": low}
+        lengths = {"high_freq_factor": high, "original_max_position_embeddings": length}
+        return scaling | lengths
 
     @property
     def has_tied_head(self) -> bool:
@@ -245,22 +202,19 @@ class GgufFile:
         if tuple(head.shape) != tuple(embedding.shape):
             return False
         rows = np.linspace(0, len(head.data) - 1, _COMPARED_ROWS).astype(np.int64)
-        a, b = (
-            dequantize(tensor.data[rows], tensor.tensor_type).ravel()
-            for tensor in (head, embedding)
-        )
+        both = head, embedding
+        a, b = (dequantize(t.data[rows], t.tensor_type).ravel() for t in both)
         length = float(np.linalg.norm(a) * np.linalg.norm(b))
         return length > 0 and float(a @ b) > _TIED_COSINE * length
 
     def weights(self, config: Any, keeps_grids: bool) -> PackedWeights:
         """Read all weights by transformers' names; integers are kept where possible."""
-        processor_class = TENSOR_PROCESSORS.get(self.family, TensorProcessor)
-        processor = processor_class(config=config.to_dict())
+        known, default = gguf_utils.TENSOR_PROCESSORS, gguf_utils.TensorProcessor
+        processor = known.get(self.family, default)(config=config.to_dict())
         bounds = Bounds(tensors=100 + SPARE * len(self.tensors))
-        model = build_skeleton(
-            self.source, transformers.AutoModelForCausalLM, config, bounds
-        )
-        names = get_gguf_hf_weights_map(model, processor)
+        kind = transformers.AutoModelForCausalLM
+        model = build_skeleton(self.source, kind, config, bounds)
+        names = gguf_utils.get_gguf_hf_weights_map(model, processor)
         packed = PackedWeights("gguf", {}, {}, {})
         stacks: dict[str, list[ReaderTensor]] = {}
         for tensor in self._tensors_to_read(config):
@@ -277,10 +231,8 @@ class GgufFile:
                     f"{self.family} models of transformers do not have; export its "
                     "Hugging Face folder"
                 )
-            if config.tie_word_embeddings and tensor.name in (
-                HEAD_TENSOR,
-                EMBEDDING_TENSOR,
-            ):
+            is_end = tensor.name in (HEAD_TENSOR, EMBEDDING_TENSOR)
+            if config.tie_word_embeddings and is_end:
                 name = names[EMBEDDING_TENSOR]
             self._add_tensor(packed, tensor, name, processor, keeps_grids)
         if config.tie_word_embeddings:
@@ -291,27 +243,18 @@ class GgufFile:
 
     def expert_columns(self) -> dict[str, int]:
         """The columns of each expert by the tensors that have them."""
-        found = ((t, _EXPERTS.fullmatch(t.name)) for t in self.tensors.values())
-        return {
-            tensor.name: int(tensor.shape[1]) * (1 if match[2] == "down" else 2)
-            for tensor, match in found
-            if match
-        }
+        found = [name for name in self.tensors if _EXPERTS.fullmatch(name)]
+        counts = {name: 1 if ".ffn_down_" in name else 2 for name in found}
+        return {n: int(self.tensors[n].shape[1]) * counts[n] for n in found}
 
     def _add_stack(
-        self,
-        packed: PackedWeights,
-        name: str,
-        parts: list[ReaderTensor],
-        keeps_grids: bool,
+        self, packed: PackedWeights, name: str, parts: list[ReaderTensor], keeps: bool
     ) -> None:
         (grid, *others) = {part.tensor_type.name for part in parts}
         shapes = {(len(p.data), int(p.shape[0]), p.data.ndim) for p in parts}
         if len(shapes) > 1 or parts[0].data.ndim != 3:
-            raise CheckpointError(
-                f"the experts {name} of {self.source} do not fit each other; fetch the "
-                "file again"
-            )
+            fact = f"the experts {name} of {self.source} do not fit each other"
+            raise CheckpointError(f"{fact}; fetch the file again")
         experts, rows = len(parts[0].data), int(parts[0].shape[0])
         columns = sum(part.data.shape[1] for part in parts)
         shape = experts, columns, rows
@@ -320,7 +263,7 @@ class GgufFile:
                 grid, shape, lambda i: np.concatenate([part.data[i] for part in parts])
             )
             packed.floats[name] = stack.floats()
-            if keeps_grids:
+            if keeps:
                 packed.blocks[name], packed.forms[name] = stack, f"{grid} exact"
             return
         for part in parts:
@@ -358,12 +301,12 @@ class GgufFile:
         tensor: ReaderTensor,
         name: str,
         processor: Any,
-        keeps_grids: bool,
+        keeps: bool,
     ) -> None:
         """Add a tensor to `packed`: as integers if they can be kept, else as floats."""
         grid = self._read_grid(tensor, processor)
         if grid is not None:
-            exact = grid if keeps_grids else grid.exact_blocks()
+            exact = grid if keeps else grid.exact_blocks()
             kept = exact or quantize(grid.floats, Recipe("int8", 32), None)
             how, floats = "as int8" if exact is None else "exact", kept.floats
             packed.blocks[name] = kept
@@ -377,12 +320,8 @@ class GgufFile:
             return
         floats = self._dequantize(tensor, tensor.data)
         parameters: dict[str, dict[str, torch.Tensor]] = {"tensors": {}}
-        result = processor.process(
-            weights=floats,
-            name=tensor.name,
-            tensor_key_mapping={},
-            parsed_parameters=parameters,
-        )
+        given = {"weights": floats, "name": tensor.name, "tensor_key_mapping": {}}
+        result = processor.process(**given, parsed_parameters=parameters)
         packed.floats.update(parameters["tensors"])
         if result.name is not None:
             changed = np.array(result.weights, np.float32, order="C")

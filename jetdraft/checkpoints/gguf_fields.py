@@ -195,10 +195,8 @@ class FamilyFields:
 
     def set_rotations(self, config: Any, scaling: dict[str, Any] | None = None) -> None:
         """Set base and scaling of RoPE; `scaling` is given where no field has it."""
-        parameters, base = (
-            config.rope_parameters,
-            self.family_field("rope.freq_base") or _DEFAULT_ROPE_BASE,
-        )
+        base = self.family_field("rope.freq_base") or _DEFAULT_ROPE_BASE
+        parameters = config.rope_parameters
         full = parameters.get("full_attention", parameters)
         local = self.family_field("rope.freq_base_swa")
         full["rope_theta"] = base
@@ -224,10 +222,8 @@ class FamilyFields:
         factor = field("rope.scaling.factor") or field("rope.scale_linear") or 1
         strength = field("rope.scaling.attn_factor") or 1.0
         if kind not in ("none", "linear", "yarn"):
-            raise UnsupportedModelError(
-                f"{self.source} scales its rotations by {kind!r}, which is not known; "
-                "export its Hugging Face folder"
-            )
+            fact = f"{self.source} scales its rotations by {kind!r}, which is not known"
+            raise UnsupportedModelError(f"{fact}; export its Hugging Face folder")
         if kind != "yarn" and strength != 1:
             raise self._unsupported_field("rope.scaling.attn_factor")
         if kind == "none" or (kind == "linear" and factor == 1):
@@ -235,35 +231,24 @@ class FamilyFields:
         scaling = {"rope_type": kind, "factor": factor}
         if kind == "linear":
             return scaling
-        original = self.family_field("rope.scaling.original_context_length")
-        bounds = {
-            name: value
-            for name in ("beta_fast", "beta_slow")
-            if (value := self.family_field(f"rope.scaling.yarn_{name}")) is not None
-        }
-        return {
-            **scaling,
-            "original_max_position_embeddings": original
-            or config.max_position_embeddings,
-            "attention_factor": strength * (0.1 * math.log(factor) + 1),
-            **bounds,
-        }
+        original = field("rope.scaling.original_context_length")
+        length = original or config.max_position_embeddings
+        scaling["original_max_position_embeddings"] = length
+        scaling["attention_factor"] = strength * (0.1 * math.log(factor) + 1)
+        names = "beta_fast", "beta_slow"
+        bounds = {name: field(f"rope.scaling.yarn_{name}") for name in names}
+        return scaling | {n: bound for n, bound in bounds.items() if bound is not None}
 
     def _check_equal(self, name: str, expected: object) -> None:
         if self.family_field(name) not in (None, expected):
             raise self._unsupported_field(name, f"its model here has {expected}")
 
-    def _unsupported_field(
-        self, name: str, why: str = _NO_SUCH_NUMBER
-    ) -> UnsupportedModelError:
-        return field_error(
-            self.source, f"{self.family}.{name}", self.family_field(name), why
-        )
+    def _unsupported_field(self, name: str, why: str = "") -> UnsupportedModelError:
+        full, value = f"{self.family}.{name}", self.family_field(name)
+        return field_error(self.source, full, value, why or _NO_SUCH_NUMBER)
 
 
 def field_error(file: str, name: str, value: object, why: str) -> UnsupportedModelError:
     """Return the error for a field whose value no exported model supports."""
-    return UnsupportedModelError(
-        f"{file} has {name} {printable(value, 40)}, and {why}; export its Hugging "
-        "Face folder"
-    )
+    fact = f"{file} has {name} {printable(value, 40)}"
+    return UnsupportedModelError(f"{fact}, and {why}; export its Hugging Face folder")

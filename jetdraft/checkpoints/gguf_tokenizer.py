@@ -4,16 +4,8 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from tokenizers import (
-    AddedToken,
-    Regex,
-    Tokenizer,
-    decoders,
-    models,
-    normalizers,
-    pre_tokenizers,
-    processors,
-)
+import tokenizers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers.integrations.gguf import gguf_tokenizer_mapping
 from transformers.tokenization_utils_base import generate_merges
 
@@ -78,10 +70,8 @@ def make_tokenizer_json(source: str, field: Field) -> str | None:
         return None
     kind, types = field("tokenizer.ggml.model"), _token_types(field)
     if len(types) != len(tokens):
-        raise CheckpointError(
-            f"{source} has {len(tokens)} tokens and {len(types)} types of tokens; "
-            "fetch it again"
-        )
+        fact = f"{source} has {len(tokens)} tokens and {len(types)} types of tokens"
+        raise CheckpointError(f"{fact}; fetch it again")
     ids = {t: i for i, t in enumerate(tokens) if types[i] != _UNUSED}
     is_twice = len(ids) < len(tokens) - sum(number == _UNUSED for number in types)
     if kind == "gpt2":
@@ -89,23 +79,16 @@ def make_tokenizer_json(source: str, field: Field) -> str | None:
     elif kind == "llama":
         tokenizer = _sentencepiece_tokenizer(ids, types, field)
     else:
-        raise UnsupportedModelError(
-            f"{source} has a tokenizer of the kind {kind!r}, which cannot be read; "
-            "export the model's Hugging Face folder"
-        )
+        fact = f"{source} has a tokenizer of the kind {kind!r}, which cannot be read"
+        raise UnsupportedModelError(f"{fact}; export the model's Hugging Face folder")
     takes_spaces = bool(_PHI3.search(str(field("general.name"))))
-    tokenizer.add_tokens(
-        [
-            AddedToken(
-                token,
-                special=number != _USER_DEFINED,
-                normalized=False,
-                rstrip=takes_spaces and token not in _PHI3_KEEPS_SPACES,
-            )
-            for token, number in zip(tokens, types, strict=True)
-            if number in (_UNKNOWN, _CONTROL, _USER_DEFINED) and token
-        ]
-    )
+    added = []
+    for token, number in zip(tokens, types, strict=True):
+        if number in (_UNKNOWN, _CONTROL, _USER_DEFINED) and token:
+            strips = takes_spaces and token not in _PHI3_KEEPS_SPACES
+            how = {"special": number != _USER_DEFINED, "normalized": False}
+            added.append(tokenizers.AddedToken(token, rstrip=strips, **how))
+    tokenizer.add_tokens(added)
     wrong = (tokenizer.token_to_id(token) != i for token, i in ids.items() if token)
     if is_twice or any(wrong):
         raise CheckpointError(
@@ -120,9 +103,8 @@ def _token_types(field: Field) -> list[int]:
     """Return the type of each token; as in llama.cpp, some names override the file."""
     tokens = field("tokenizer.ggml.tokens")
     types = list(field("tokenizer.ggml.token_type") or [1] * len(tokens))
-    for id in _infilling_ids(
-        field, tokens, (m for m in _INFILLING_TOKENS if _id_of(field, m) is None)
-    ):
+    unnamed = [mark for mark in _INFILLING_TOKENS if _id_of(field, mark) is None]
+    for id in _infilling_ids(field, tokens, unnamed):
         types[id : id + 1] = [_CONTROL]
     ends = {tokens[id] for id in end_token_ids(field) if 0 <= id < len(tokens)}
     for id in _end_ids_by_name(field, tokens):
@@ -148,11 +130,9 @@ def end_token_ids(field: Field) -> list[int]:
     found = list(dict.fromkeys(int(id) for id in ids if id is not None))
     texts = {tokens[id]: id for id in found if 0 <= id < len(tokens)}
     # Where other tokens end a turn, these stand inside of it.
-    if texts.keys() & {"<|call|>", "<|calls|>"} and (
-        texts.keys() & {"<|return|>", "<|flush|>"}
-    ):
-        texts.setdefault("<|end|>", -1)
-        found = [id for id in found if id != texts["<|end|>"]]
+    calls = texts.keys() & {"<|call|>", "<|calls|>"}
+    if calls and texts.keys() & {"<|return|>", "<|flush|>"}:
+        found = [id for id in found if id != texts.get("<|end|>")]
     if "<|tool_response>" in texts:
         found = [id for id in found if id != texts.get("</s>")]
     return found
@@ -182,11 +162,8 @@ def special_tokens(field: Field) -> dict[str, str]:
     """Map transformers' names of the special tokens of a file to their texts."""
     tokens = field("tokenizer.ggml.tokens") or []
     ids = {name: _id_of(field, own) for name, own in _SPECIAL_NAMES.items()}
-    return {
-        name: tokens[i]
-        for name, i in ids.items()
-        if i is not None and 0 <= i < len(tokens)
-    }
+    known = range(len(tokens))
+    return {name: tokens[i] for name, i in ids.items() if i is not None and i in known}
 
 
 def _make_byte_level(source: str, ids: Mapping[str, int], field: Field) -> Tokenizer:
@@ -196,14 +173,10 @@ def _make_byte_level(source: str, ids: Mapping[str, int], field: Field) -> Token
     tokenizer = Tokenizer(models.BPE(dict(ids), merges, ignore_merges=whole))
     splits = _pre_tokenizers(rule)
     if not splits:
-        raise UnsupportedModelError(
-            f"{source} splits its text by the rule {rule!r}, which is not known; "
-            "export the model's Hugging Face folder"
-        )
-    several = len(splits) > 1
-    tokenizer.pre_tokenizer = (
-        pre_tokenizers.Sequence(list(splits)) if several else splits[0]
-    )
+        fact = f"{source} splits its text by the rule {rule!r}, which is not known"
+        raise UnsupportedModelError(f"{fact}; export the model's Hugging Face folder")
+    several = pre_tokenizers.Sequence(list(splits))
+    tokenizer.pre_tokenizer = several if len(splits) > 1 else splits[0]
     if rule == "qwen2":
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.decoder = decoders.ByteLevel()
@@ -230,7 +203,8 @@ def _pre_tokenizers(rule: str) -> Sequence[Any]:
         return [pre_tokenizers.Digits(individual_digits=True), words]
     known = _split_expressions().get(rule)
     expressions = _EXPRESSIONS if rule == "default" else (known,) if known else ()
-    splits = [pre_tokenizers.Split(Regex(e), "isolated") for e in expressions]
+    patterns = map(tokenizers.Regex, expressions)
+    splits = [pre_tokenizers.Split(pattern, "isolated") for pattern in patterns]
     letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     return [*splits, letters] if splits else []
 
@@ -243,10 +217,8 @@ def _sentencepiece_tokenizer(
     pieces = {t: i for t, i in ids.items() if types[i] not in (_CONTROL, _USER_DEFINED)}
     merges = generate_merges(pieces, {t: float(scores[i]) for t, i in pieces.items()})
     unknown = next((t for t, i in ids.items() if types[i] == _UNKNOWN), None)
-    model = models.BPE(
-        dict(ids), merges, unk_token=unknown, fuse_unk=True, byte_fallback=True
-    )
-    tokenizer = Tokenizer(model)
+    how: Any = {"unk_token": unknown, "fuse_unk": True, "byte_fallback": True}
+    tokenizer = Tokenizer(models.BPE(dict(ids), merges, **how))
     to_pieces: list[Any] = [normalizers.Replace(" ", _SPACE)]
     to_text: list[Any] = [decoders.Replace(_SPACE, " "), decoders.ByteFallback()]
     to_text.append(decoders.Fuse())
@@ -265,12 +237,10 @@ def _add_bos_and_eos(tokenizer: Tokenizer, tokens: Sequence[str], field: Field) 
         by_rule = rule in _WHOLE_WORDS or rule == "tekken"
         begins = by_rule or field("tokenizer.ggml.model") == "llama"
     wanted = {"bos": begins, "eos": field("tokenizer.ggml.add_eos_token")}
-    ids = {name: _id_of(field, name) for name, is_wanted in wanted.items() if is_wanted}
-    first, last = (
-        [] if (id := ids.get(name)) is None else [(tokens[id], id)] for name in wanted
-    )
+    ids = [_id_of(field, name) if wanted[name] else None for name in wanted]
+    first, last = ([] if id is None else [(tokens[id], id)] for id in ids)
     if first or last:
-        tokenizer.post_processor = processors.TemplateProcessing(
+        tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
             single=[*(t for t, _ in first), "$A", *(t for t, _ in last)],
             special_tokens=list({*first, *last}),
         )

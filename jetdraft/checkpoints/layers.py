@@ -20,10 +20,8 @@ def decoder_layers(model: Any) -> nn.ModuleList:
     for module in model.modules():
         if isinstance(module, nn.ModuleList) and len(module) == count:
             return module
-    raise UnsupportedModelError(
-        f"{type(model).__name__} has no list of {count} layers; choose another "
-        "architecture"
-    )
+    fact = f"{type(model).__name__} has no list of {count} layers"
+    raise UnsupportedModelError(f"{fact}; choose another architecture")
 
 
 def head_size(config: Any) -> int:
@@ -35,17 +33,12 @@ def head_size(config: Any) -> int:
 def final_norm(model: Any) -> nn.Module:
     """The norm between the last layer and the LM head."""
     decoder = model.get_decoder()
-    norms: list[nn.Module] = [
-        module
-        for module in decoder.children()
-        if "norm" in type(module).__name__.lower()
-    ]
+    norms = [m for m in decoder.children() if "norm" in type(m).__name__.lower()]
     if not norms:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} has no norm before its head; choose another "
-            "architecture"
-        )
-    return norms[-1]
+        fact = f"{type(model).__name__} has no norm before its head"
+        raise UnsupportedModelError(f"{fact}; choose another architecture")
+    norm: nn.Module = norms[-1]
+    return norm
 
 
 # Makes the features [1, n, size] of the tapped states, a list of [1, n, h].
@@ -101,8 +94,8 @@ class Taps(nn.Module):
                 modules.append(final_norm(model))
             for layer in self.layers:
                 keep = partial(states.__setitem__, layer)
-                hooks.callback(watch_input(modules[layer], keep).remove)
-            hooks.callback(model.get_decoder().register_forward_hook(end).remove)
+                hooks.enter_context(watch_input(modules[layer], keep))
+            hooks.enter_context(model.get_decoder().register_forward_hook(end))
             yield features
 
 
@@ -115,9 +108,7 @@ def watch_input(module: nn.Module, keep: Callable[[Tensor], object]) -> Any:
     return module.register_forward_pre_hook(hook, with_kwargs=True)
 
 
-def add_lora(
-    model: Any, layers: Iterable[nn.Module], rank: int, name: str
-) -> list[Tensor]:
+def add_lora(model: Any, layers: Iterable[Any], rank: int, name: str) -> list[Tensor]:
     """Add LoRA to linear parts and return its weights; `UnsupportedModelError`."""
     with importing("LoRA", "train"):
         from peft import LoraConfig, inject_adapter_in_model
@@ -125,10 +116,8 @@ def add_lora(
     inner = {id(part) for part in parts if isinstance(part, nn.Linear)}
     names = [name for name, module in model.named_modules() if id(module) in inner]
     if not names:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} has no linear layers that LoRA could go into; "
-            "choose another model"
-        )
+        fact = f"{type(model).__name__} has no linear layers that LoRA could go into"
+        raise UnsupportedModelError(f"{fact}; choose another model")
     config = LoraConfig(r=rank, lora_alpha=rank, target_modules=names)
     inject_adapter_in_model(config, model, adapter_name=name)
     return [w for n, w in model.named_parameters() if f".{name}." in n]
@@ -190,9 +179,8 @@ def ids_from_d2t(
             f"the d2t of {source} does not map {rows} rows to different ids below "
             f"{vocab_size}; fetch it again"
         )
-    if marked is not None and not torch.equal(
-        marked.nonzero().flatten(), ids.sort().values
-    ):
+    named = ids.sort().values
+    if marked is not None and not torch.equal(marked.nonzero().flatten(), named):
         raise CheckpointError(
             f"d2t and t2d of {source} name different tokens, so the map was perhaps "
             "never set; fetch it again"

@@ -18,13 +18,7 @@ from torch import Tensor
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from jetdraft.bundle import HOP, SAMPLE_RATE, WINDOW, Speech, is_token_name
-from jetdraft.checkpoints.attention import (
-    IMPLEMENTATION,
-    SOURCE_ATTENTION,
-    active_states,
-    attends_both_ways,
-    set_attention,
-)
+from jetdraft.checkpoints import attention, refusals
 from jetdraft.checkpoints.defaults import read_fields
 from jetdraft.checkpoints.embedding import embeds
 from jetdraft.checkpoints.folder import (
@@ -37,15 +31,6 @@ from jetdraft.checkpoints.folder import (
 from jetdraft.checkpoints.gguf import is_gguf, opened_gguf
 from jetdraft.checkpoints.packed import MXFP4, PackedWeights, load_tensors
 from jetdraft.checkpoints.recurrence import connect
-from jetdraft.checkpoints.refusals import (
-    RECURRENT_FAMILIES,
-    Bounds,
-    build_skeleton,
-    check_kinds,
-    check_layers,
-    check_scales,
-    check_unread,
-)
 from jetdraft.contracts.constants import EXPERTS
 from jetdraft.errors import CheckpointError, UnsupportedModelError, printable
 from jetdraft.ort import no_progress_bars, silenced
@@ -90,11 +75,10 @@ _TEXT_NAMES = {
 
 def load_config(source: str) -> Any:
     """Read a checkpoint's config; its own code never runs; `CheckpointError`."""
-    check_layers(source)
+    refusals.check_layers(source)
     with as_checkpoint_error(source):
-        config = _config_of_known_type(
-            source
-        ) or transformers.AutoConfig.from_pretrained(source, **NO_OWN_CODE)
+        read = transformers.AutoConfig.from_pretrained
+        config = _config_of_known_type(source) or read(source, **NO_OWN_CODE)
         if not embeds(source):
             check_causal(source, config)
         elif config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES:
@@ -114,14 +98,11 @@ def check_exportable(source: str) -> None:
     check_folder(source)
     with silenced(logging.WARNING), no_progress_bars():
         text = load_config(source).get_text_config(decoder=True)
-    check_scales(source, text)
+    refusals.check_scales(source, text)
     fields = text.to_dict()
     if isinstance(of_dbrx := fields.get("ffn_config"), dict):
         fields = of_dbrx | fields
-    check_kinds(
-        source,
-        lambda name: fields[name] if name in fields else getattr(text, name, None),
-    )
+    refusals.check_kinds(source, lambda n: fields.get(n, getattr(text, n, None)))
 
 
 def _config_of_known_type(source: str) -> Any:
@@ -148,16 +129,14 @@ def _config_of_known_type(source: str) -> Any:
 
 def check_causal(source: str, config: Any) -> None:
     """Raise `UnsupportedModelError` for a model that attends in both directions."""
-    if attends_both_ways(config.get_text_config(decoder=True)):
+    if attention.attends_both_ways(config.get_text_config(decoder=True)):
         raise UnsupportedModelError(
             f"{source} attends in both directions; only causal decoders write, and to "
             "embed texts it needs the files of sentence-transformers (modules.json)"
         )
 
 
-def read_packed(
-    source: str, config: Any, keeps_grids: bool = False
-) -> PackedWeights | None:
+def read_packed(source: str, config: Any, keeps_grids: bool) -> PackedWeights | None:
     """Read quantized weights, and drop the config's entry for them; None for floats."""
     settings = getattr(config, "quantization_config", None)
     if settings is None:
@@ -172,9 +151,8 @@ def _whole_folder(source: str) -> Path:
     """The folder of a checkpoint with its weights, fetched for a hub id."""
     if Path(source).is_dir():
         return Path(source)
-    patterns = ["*.safetensors", "*.json"]
-    folder = snapshot_download(source, allow_patterns=patterns, ignore_patterns="*/*")
-    return Path(folder)
+    files = ["*.safetensors", "*.json"]
+    return Path(snapshot_download(source, allow_patterns=files, ignore_patterns="*/*"))
 
 
 def _expert_count(config: Any) -> int:
@@ -185,16 +163,14 @@ def _expert_count(config: Any) -> int:
 
 
 def load_model(
-    source: str,
-    config: Any,
-    packed: PackedWeights | None,
-    dtype: torch.dtype | None = None,
+    source: str, config: Any, packed: PackedWeights | None, dtype: Any = None
 ) -> Any:
     """Load a model with jetdraft's attention; weights are as stored, or in `dtype`."""
     model_class = _model_class(source, config)
     is_text_alone = config.get_text_config(decoder=True) is config
     with as_checkpoint_error(source):
-        empty = build_skeleton(source, model_class, config, Bounds.of(source))
+        bounds = refusals.Bounds.of(source)
+        empty = refusals.build_skeleton(source, model_class, config, bounds)
         weights = packed and packed.floats
         if weights is None and _expert_count(config) > 1:
             weights = load_tensors(_whole_folder(source), stores_experts=True)
@@ -217,17 +193,16 @@ def load_model(
     _check_loaded(source, model, info, packed.blocks if packed else ())
     if weights is not None and not is_gguf(source):
         with contextlib.suppress(OSError):  # the file is optional
-            model.generation_config = transformers.GenerationConfig.from_pretrained(
-                source, **NO_OWN_CODE
-            )
+            read = transformers.GenerationConfig.from_pretrained
+            model.generation_config = read(source, **NO_OWN_CODE)
     if config.is_encoder_decoder:
-        set_attention(model, SOURCE_ATTENTION)
+        attention.set_attention(model, attention.SOURCE_ATTENTION)
     else:
-        model.set_attn_implementation(IMPLEMENTATION)
+        model.set_attn_implementation(attention.IMPLEMENTATION)
         with as_checkpoint_error(source):
             _fix_sparsity(model)
         _fix_rotation(model)
-    model.set_experts_implementation(IMPLEMENTATION)
+    model.set_experts_implementation(attention.IMPLEMENTATION)
     model.requires_grad_(False)
     return model.eval()
 
@@ -243,7 +218,8 @@ def expert_columns(source: str) -> tuple[dict[str, int], bool]:
             return {}, False
         kind = _model_class(source, config)
         with as_checkpoint_error(source):
-            model = build_skeleton(source, kind, config, Bounds.of(source))
+            bounds = refusals.Bounds.of(source)
+            model = refusals.build_skeleton(source, kind, config, bounds)
             packing = getattr(config, "quantization_config", None) or {}
             is_kept = packing.get("quant_method") == MXFP4
     return {
@@ -265,10 +241,8 @@ def _turned_back(weights: Mapping[str, Tensor], config: Any) -> dict[str, Tensor
         if (last := name.rpartition(".experts.")[2]) in sizes and weight.dim() == 3
     }
     # A square stack does not say whether it is turned, but the others do.
-    is_turned = any(
-        (*weights[name].shape[1:],) != size == (*weights[name].shape[:0:-1],)
-        for name, size in stacks.items()
-    )
+    found = [((*weights[name].shape[1:],), size) for name, size in stacks.items()]
+    is_turned = any(shape != size == shape[::-1] for shape, size in found)
     turned = {name: weights[name].transpose(1, 2) for name in stacks}
     return {**weights, **turned} if is_turned else dict(weights)
 
@@ -276,13 +250,10 @@ def _turned_back(weights: Mapping[str, Tensor], config: Any) -> dict[str, Tensor
 def _model_class(source: str, config: Any) -> Any:
     kind = config.model_type
     task = _SOURCE_TASK if config.is_encoder_decoder else _DECODER_TASK
+    task = _SPEECH_TASK if is_speech_model(config) else task
+    find, library = TasksManager.get_model_class_for_task, "transformers"
     try:
-        model_class = TasksManager.get_model_class_for_task(
-            _SPEECH_TASK if is_speech_model(config) else task,
-            "pt",
-            model_type=kind,
-            library="transformers",
-        )
+        model_class = find(task, "pt", model_type=kind, library=library)
     except (KeyError, ValueError) as error:
         raise UnsupportedModelError(
             f"{source} is a {kind!r} model, which optimum cannot load for text "
@@ -322,14 +293,13 @@ def _fix_rotation(model: Any) -> None:
     own = scope[name]
 
     def rotate(query: Tensor, key: Tensor, turns: Tensor) -> tuple[Tensor, Tensor]:
-        if active_states() is None:
+        if attention.active_states() is None:
             return own(query, key, turns)  # type: ignore[no-any-return]
         cos, sin = torch.view_as_real(turns).unsqueeze(1).unbind(-1)
         parts = (part.float().reshape(*part.shape[:-1], -1, 2) for part in (query, key))
-        turned = [
-            torch.stack([x * cos - y * sin, x * sin + y * cos], -1).flatten(3)
-            for x, y in (part.unbind(-1) for part in parts)
-        ]
+        both = (part.unbind(-1) for part in parts)
+        mixed = ([x * cos - y * sin, x * sin + y * cos] for x, y in both)
+        turned = [torch.stack(pair, -1).flatten(3) for pair in mixed]
         return turned[0].type_as(query), turned[1].type_as(key)
 
     rotate.own = own  # type: ignore[attr-defined]
@@ -351,11 +321,12 @@ def _check_loaded(
             f"{len(info['missing_keys']) - 1} more; fetch it again"
         )
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    check_unread(source, names, info["unexpected_keys"])
+    refusals.check_unread(source, names, info["unexpected_keys"])
     # `check_source_seams` and `check_seams` see what others do beside the interface.
     family = model.config.get_text_config(decoder=True).model_type
-    is_seen = family in RECURRENT_FAMILIES and connect(model, active_states)
-    is_seen |= model.config.is_encoder_decoder or family in ("stablelm", "biogpt")
+    is_seen = model.config.is_encoder_decoder or family in ("stablelm", "biogpt")
+    if family in refusals.RECURRENT_FAMILIES:
+        is_seen |= connect(model, attention.active_states)
     if not (model._supports_attention_backend or is_seen):
         raise UnsupportedModelError(
             f"{type(model).__name__} attends by code of its own, or not at all, in "
@@ -431,14 +402,11 @@ def load_tokenizer(source: str) -> Any:
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(source, **NO_OWN_CODE)
     except Exception as error:  # tokenizers raises bare exceptions
-        raise CheckpointError(
-            f"the tokenizer of {source} cannot be read ({first_line(error)}); check "
-            "the folder or the hub id"
-        ) from error
+        fact = f"the tokenizer of {source} cannot be read ({first_line(error)})"
+        raise CheckpointError(f"{fact}; check the folder or the hub id") from error
     if not getattr(tokenizer, "is_fast", False):
-        raise CheckpointError(
-            f"the tokenizer of {source} has no tokenizer.json form; convert it first"
-        )
+        fact = f"the tokenizer of {source} has no tokenizer.json form"
+        raise CheckpointError(f"{fact}; convert it first")
     tokenizer.backend_tokenizer.no_truncation()
     tokenizer.backend_tokenizer.no_padding()
     return tokenizer
@@ -462,26 +430,20 @@ def special_tokens(tokenizer: Any) -> dict[str, str]:
 
 
 # The setting with which transformers removes spaces in the text of BPE too.
-_BPE_CLEANUP_SETTING = (
-    "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
-)
+_CLEANUP = "clean_up_tokenization_spaces"
+_BPE_CLEANUP = f"{_CLEANUP}_for_bpe_even_though_it_will_corrupt_output"
 
 
 def passed_over_settings(tokenizer: Any, ends: Collection[int]) -> Iterator[str]:
     """Yield a warning for each setting that a bundle ignores; `ends` are end ids."""
     file = "tokenizer_config.json"
-    backend = tokenizer.backend_tokenizer
     if tokenizer.split_special_tokens:
         yield f"{file}: split_special_tokens True: special tokens are never split"
     # transformers ignores it for BPE, unless another flag says otherwise
-    heeded = not isinstance(backend.model, BPE) or getattr(
-        tokenizer, _BPE_CLEANUP_SETTING, False
-    )
+    is_bpe = isinstance(tokenizer.backend_tokenizer.model, BPE)
+    heeded = getattr(tokenizer, _BPE_CLEANUP, False) or not is_bpe
     if tokenizer.clean_up_tokenization_spaces and heeded:
-        yield (
-            f"{file}: clean_up_tokenization_spaces True: spaces before punctuation are "
-            "shown"
-        )
+        yield f"{file}: {_CLEANUP} True: spaces before punctuation are shown"
     end = tokenizer.eos_token
     if ends and end is not None and tokenizer.eos_token_id not in ends:
         yield (

@@ -85,10 +85,8 @@ class PackedWeights:
                 floats |= {f"{prefix}.{part}": x for part, x in parts.items()}
                 continue
             if not np.isfinite(matrix.scales).all():
-                raise CheckpointError(
-                    f"the weight {name} of {folder} has scales that are not finite; "
-                    "fetch the checkpoint again"
-                )
+                fact = f"the weight {name} of {folder} has scales that are not finite"
+                raise CheckpointError(f"{fact}; fetch the checkpoint again")
             blocks[name] = matrix
             floats[name] = torch.from_numpy(matrix.floats.T).half()
             if "bias" in parts:
@@ -105,16 +103,11 @@ class PackedWeights:
                 packed.floats[name] = tensor
             if name == whole:
                 continue
-            scales = tensors.get(f"{whole}_scales")
-            if (
-                scales is None
-                or (*scales.shape, 16) != tensor.shape
-                or {scales.dtype, tensor.dtype} != {torch.uint8}
-            ):
-                raise CheckpointError(
-                    f"the weight {whole} of {folder} is not as {MXFP4} writes it; "
-                    "fetch the checkpoint again"
-                )
+            scales = tensors.get(f"{whole}_scales", torch.empty(0))
+            types = {scales.dtype, tensor.dtype}
+            if (*scales.shape, 16) != tensor.shape or types != {torch.uint8}:
+                fact = f"the weight {whole} of {folder} is not as {MXFP4} writes it"
+                raise CheckpointError(f"{fact}; fetch the checkpoint again")
             experts, columns, blocks, _ = tensor.shape
             read = partial(_read_mxfp4, f"{whole} of {folder}", tensor, scales)
             stack = GridStack("Q5_0", (experts, columns, 32 * blocks), read)
@@ -169,9 +162,8 @@ def load_tensors(folder: Path, stores_experts: bool = False) -> dict[str, Tensor
     """All tensors of a checkpoint by name, mapped; experts may be `StoredTensor`."""
     files = [f for f in folder.glob("*.safetensors") if f.name != STREAM_WEIGHTS]
     if not files:
-        raise CheckpointError(
-            f"{folder} has no safetensors weights; save it again with save_pretrained"
-        )
+        fact = f"{folder} has no safetensors weights"
+        raise CheckpointError(f"{fact}; save it again with save_pretrained")
     tensors: dict[str, Tensor] = {}
     for file in sorted(files):
         tensors |= _load_file(file) if stores_experts else load_file(file)
@@ -195,9 +187,7 @@ def _load_file(file: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def _stored_in(
-    file: Path, place: int, shape: list[int], dtype: torch.dtype
-) -> StoredTensor:
+def _stored_in(file: Path, place: int, shape: list[int], dtype: Any) -> StoredTensor:
     """A tensor that begins at a byte of a file; what is read of it is a copy."""
 
     def read(index: int | None) -> Tensor:
@@ -245,13 +235,9 @@ def _read_awq(parts: Parts, settings: Settings) -> Blocks | None:
     bits = int(settings["bits"])
     if bits != 4:
         raise _UnsupportedFormError(f"has {bits} bits")
-    weights, zeros = (
-        _unpack_words(parts[part], bits).reshape(len(parts[part]), -1, 8)[
-            ..., _AWQ_ORDER
-        ]
-        for part in ("qweight", "qzeros")
-    )
-    integers, zeros = (x.reshape(len(x), -1).T for x in (weights, zeros))
+    both = (parts["qweight"], parts["qzeros"])
+    packed = (_unpack_words(x, bits).reshape(len(x), -1, 8) for x in both)
+    integers, zeros = (x[..., _AWQ_ORDER].reshape(len(x), -1).T for x in packed)
     group = int(settings["group_size"])
     return _make_blocks(integers, parts["scales"].T, zeros, bits, group)
 
@@ -263,10 +249,8 @@ def _read_compressed(parts: Parts, settings: Settings) -> Blocks | None:
     if "weight_packed" in parts and "weight_shape" in parts:
         columns = int(parts["weight_shape"][1])
         bits = 32 * parts["weight_packed"].shape[1] // columns
-        declared = {
-            int(group["weights"]["num_bits"])
-            for group in settings["config_groups"].values()
-        }
+        groups = settings["config_groups"].values()
+        declared = {int(group["weights"]["num_bits"]) for group in groups}
         if bits not in declared:
             raise _UnsupportedFormError(f"has {min(declared)} bits")
         integers = _unpack_words(parts["weight_packed"], bits)[:, :columns]
@@ -279,11 +263,11 @@ def _read_compressed(parts: Parts, settings: Settings) -> Blocks | None:
             zeros = _to_unsigned(parts["weight_zero_point"])
     else:
         raise _UnsupportedFormError("does not hold integers")
-    rows, groups = integers.shape[1], scales.shape[1]
-    if rows % groups:
-        raise _UnsupportedFormError(f"has {groups} scales for {rows} inputs")
-    order = _group_order(parts.get("weight_g_idx"), rows // groups)
-    return _make_blocks(integers, scales, zeros, bits, rows // groups, order)
+    rows, count = integers.shape[1], scales.shape[1]
+    if rows % count:
+        raise _UnsupportedFormError(f"has {count} scales for {rows} inputs")
+    order = _group_order(parts.get("weight_g_idx"), rows // count)
+    return _make_blocks(integers, scales, zeros, bits, rows // count, order)
 
 
 def _read_bitsandbytes(parts: Parts, settings: Settings) -> Blocks | None:
@@ -343,11 +327,7 @@ def _make_blocks(
     if zeros is not None and (zeros == 1 << (bits - 1)).all():
         zeros = None
     floats: Floats = scales.float().numpy()
-    blocks = Blocks.of(
-        blocked,
-        np.ascontiguousarray(floats[:, group_of_block]),
-        None if zeros is None else np.ascontiguousarray(zeros[:, group_of_block]),
-        bits,
-        rows,
-    )
-    return replace(blocks, order=order)
+    if zeros is not None:
+        zeros = np.ascontiguousarray(zeros[:, group_of_block])
+    spread = np.ascontiguousarray(floats[:, group_of_block])
+    return replace(Blocks.of(blocked, spread, zeros, bits, rows), order=order)

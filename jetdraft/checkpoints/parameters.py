@@ -8,6 +8,7 @@ import torch
 from onnxscript.optimizer import fold_constants
 from torch import Tensor, nn
 from transformers.initialization import no_init_weights
+from transformers.modeling_utils import local_torch_dtype
 
 from jetdraft.checkpoints.refusals import RECURRENT_FAMILIES
 from jetdraft.quant.edits import PARAMETER, STORED, add_turned
@@ -22,7 +23,11 @@ _CONVERTED_FAMILIES = (*RECURRENT_FAMILIES, "gemma3n_text")
 
 def set_compute_dtype(model: Any, dtype: torch.dtype) -> None:
     """Let `model` run in `dtype`; only `_CONVERTED_FAMILIES` have weights converted."""
-    _recompute_buffers(model, dtype)
+    with no_init_weights(), local_torch_dtype(dtype):
+        other = type(model)(model.config)
+    for module, computed in zip(model.modules(), other.modules(), strict=True):
+        for name in module._non_persistent_buffers_set:
+            setattr(module, name, getattr(computed, name))
     _replace_stored(model, lambda w: w.to(dtype) if w.dim() == 3 else w.read(None))
     if model.config.get_text_config(decoder=True).model_type in _CONVERTED_FAMILIES:
         for weight in model.parameters():
@@ -57,19 +62,6 @@ def _replace_stored(model: nn.Module, make: Callable[[StoredTensor], Tensor]) ->
         for name, weight in [*module.named_parameters(recurse=False)]:
             if isinstance(weight, StoredTensor):
                 setattr(module, name, nn.Parameter(make(weight), requires_grad=False))
-
-
-def _recompute_buffers(model: Any, dtype: torch.dtype) -> None:
-    default = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with no_init_weights():
-            other = type(model)(model.config)
-    finally:
-        torch.set_default_dtype(default)
-    for module, new_module in zip(model.modules(), other.modules(), strict=True):
-        for name in module._non_persistent_buffers_set:
-            setattr(module, name, getattr(new_module, name))
 
 
 class _WeightConversion:

@@ -102,9 +102,8 @@ def delta_rule(
     """The gated delta rule over rows [1, n, heads, size]; no state is returned."""
     query, key = query.float(), key.float()
     if use_qk_l2norm_in_kernel:
-        query, key = (
-            x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6) for x in (query, key)
-        )
+        normed = (x * torch.rsqrt((x * x).sum(-1, True) + 1e-6) for x in (query, key))
+        query, key = normed
     query = query * query.shape[-1] ** -0.5
     output = _attend(states, query, key, value.float(), g.float(), beta.float())
     return output.to(value.dtype), None
@@ -208,11 +207,7 @@ def connect(model: Any, active: Callable[[], States | None]) -> bool:
     return bool(places)
 
 
-def _with_seam(
-    own: Callable[..., Any],
-    seam: Callable[..., Any],
-    active: Callable[[], States | None],
-) -> Callable[..., Any]:
+def _with_seam(own: Any, seam: Any, active: Callable[[], States | None]) -> Any:
 
     @wraps(own)
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -97,11 +97,8 @@ def build_skeleton(source: str, model_class: Any, config: Any, bounds: Bounds) -
             )
 
     hook = register_module_parameter_registration_hook(count)
-    try:
-        with no_init_weights(), torch.device("meta"):
-            return model_class.from_config(config, trust_remote_code=False)
-    finally:
-        hook.remove()
+    with hook, no_init_weights(), torch.device("meta"):
+        return model_class.from_config(config, trust_remote_code=False)
 
 
 @dataclass(frozen=True)
@@ -236,7 +233,5 @@ def check_unread(source: str, read: Collection[str], unread: Collection[str]) ->
 
 def _numbered_weights(names: Iterable[str]) -> Iterator[tuple[str, int, str]]:
     """Yield (stack, layer number, rest of name) for names with a layer number."""
-    for name in names:
-        match = _LAYER_PATTERN.match(name)
-        if match:
-            yield match[1], int(match[2]), match[3]
+    for match in filter(None, map(_LAYER_PATTERN.match, names)):
+        yield match[1], int(match[2]), match[3]

@@ -106,12 +106,8 @@ class ProbedModel(nn.Module, ABC):
         places = torch.arange(rows, rows + ids.shape[0], device=keep.device)
         self._pass = current
         try:
-            logits = self.model(
-                input_ids=input_ids,
-                position_ids=position_ids,
-                logits_to_keep=torch.cat([keep, places]),
-                **options,
-            ).logits
+            read = {"input_ids": input_ids, "position_ids": position_ids, **options}
+            logits = self.model(**read, logits_to_keep=torch.cat([keep, places])).logits
         finally:
             self._pass = None
         return logits, current
@@ -247,9 +243,8 @@ class StreamedModel(ProbedModel):
         [b, e, vocab] of the rows `early` [e], else None; states are [b, n, h].
         """
         probes = probe_rows, probe_ids, probe_ids + 1
-        logits, current = self.run_pass(
-            input_ids, position_ids, probes, keep, **options
-        )
+        pass_of = input_ids, position_ids, probes, keep
+        logits, current = self.run_pass(*pass_of, **options)
         below = current.below[0]
         if early is None:
             return logits, None, below
@@ -260,11 +255,8 @@ class StreamedModel(ProbedModel):
 
     def start_states(self, hidden: Tensor) -> Tensor:
         """Return each carrier's state plus the embedding of its stream."""
-        current = self.current_pass
-        return (
-            carrier_values(hidden, current.carriers)
-            + self.streams.embeddings[current.ids]
-        )
+        states = carrier_values(hidden, self.current_pass.carriers)
+        return states + self.streams.embeddings[self.current_pass.ids]
 
     def _position_probes(self, layer: nn.Module, args: Any, kwargs: Any) -> Any:
         """Hook before a layer with probes: tell attention which rows carry streams."""
@@ -323,10 +315,8 @@ def load_probe_weights(probed: ProbedModel, folder: Path, kind: str) -> None:
                 raise ValueError(f"{name} is {shapes[0]}, expected {shapes[1]}")
             weight.data.copy_(tensors[name])
     except (OSError, KeyError, ValueError, SafetensorError) as error:
-        raise CheckpointError(
-            f"{folder / WEIGHTS} does not fit {SETTINGS} ({error}); train the {kind} "
-            "again"
-        ) from error
+        fact = f"{folder / WEIGHTS} does not fit {SETTINGS} ({error})"
+        raise CheckpointError(f"{fact}; train the {kind} again") from error
 
 
 PROMPTS, FORECAST = "prompts", "forecast"  # Values of `mode`.
@@ -357,9 +347,8 @@ class PromptSettings:
             ("prefix", self.prefix, int(self.mode == FORECAST), 1024),
         ):
             if not least <= value <= most:
-                raise OptionError(
-                    f"{name} {value} is out of range; give {least} to {most}"
-                )
+                fact = f"{name} {value} is out of range"
+                raise OptionError(f"{fact}; give {least} to {most}")
 
 
 class Prompts(nn.Module):
@@ -369,19 +358,13 @@ class Prompts(nn.Module):
     """
 
     def __init__(
-        self,
-        settings: PromptSettings,
-        embeddings: Tensor,
-        keys: Tensor | None = None,
-        values: Tensor | None = None,
+        self, settings: PromptSettings, embeddings: Tensor, *prefix: Tensor
     ) -> None:
         super().__init__()
-        self.settings = settings
-        self.embeddings = nn.Parameter(embeddings.detach().clone().float())
-        self.keys = self.values = None
-        if keys is not None and values is not None:
-            self.keys = nn.Parameter(keys.detach().clone().float())
-            self.values = nn.Parameter(values.detach().clone().float())
+        self.settings, parts = settings, (embeddings, *prefix)
+        first, *others = (nn.Parameter(x.detach().clone().float()) for x in parts)
+        keys_values: Any = others or (None, None)
+        self.embeddings, (self.keys, self.values) = first, keys_values
 
     @classmethod
     def empty(cls, settings: PromptSettings, model: Any) -> "Prompts":

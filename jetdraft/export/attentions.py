@@ -20,6 +20,7 @@ _BIAS_INPUTS = {"GroupQueryAttention": 10, "Attention": 3}
 SCALE_INPUTS = 12, 13
 SINKS_INPUT = 11  # GroupQueryAttention's input for the sinks of heads.
 PAST_KEY = 3  # GroupQueryAttention's input for the past keys.
+MASK = "draft_mask"  # The name of an input of step graphs.
 
 
 def attentions(graph: ir.Graph) -> list[ir.Node]:
@@ -35,10 +36,8 @@ def is_shared(attention: ir.Node) -> bool:
 
 def windowed(graph: ir.Graph) -> bool:
     """Whether some layer attends in a sliding window, whose width counts slots."""
-    return any(
-        node.attributes.get_int("local_window_size", -1) > 0
-        for node in attentions(graph)
-    )
+    widths = (n.attributes.get_int("local_window_size", -1) for n in attentions(graph))
+    return any(width > 0 for width in widths)
 
 
 def has_sinks(attention: ir.Node) -> bool:
@@ -56,9 +55,7 @@ def find_bias(graph: ir.Graph) -> ir.Value | None:
     return None
 
 
-def add_mask(
-    graph: ir.Graph, contract: StepContract, name: str = "draft_mask"
-) -> ir.Value:
+def add_mask(graph: ir.Graph, contract: StepContract, name: str = MASK) -> ir.Value:
     """Add a mask to the inputs, and return the bias [1, 1, n, slots] made of it.
 
     Max and Min bound slots, since CUDA clips no int32; the CPU gathers lines fastest.
@@ -99,11 +96,8 @@ def add_bias(graph: ir.Graph, bias: ir.Value) -> None:
 
 def add_to_position_bias(graph: ir.Graph, mask: ir.Value) -> None:
     """Add `mask` [1, 1, n, slots] to the position bias that all attentions share."""
-    own = find_bias(graph)
-    assert own is not None
-    producer = own.producer()
-    assert producer is not None
-    both = ir.node("Add", [own, mask])
+    own: Any = find_bias(graph)
+    producer, both = own.producer(), ir.node("Add", [own, mask])
     for node in attentions(graph):
         node.replace_input_with(_BIAS_INPUTS[node.op_type], both.outputs[0])
     graph.insert_after(producer, both)
@@ -155,16 +149,14 @@ def quantize_cache(
             declared, value = new_value(spec), by_name[spec.name]
             value.type, value.shape = declared.type, declared.shape
     for node in attentions(graph):
-        past = node.inputs[PAST_KEY]
-        assert past is not None
+        past: Any = node.inputs[PAST_KEY]
         layer = int(str(past.name).partition(".")[2])
         node.resize_inputs(max(SCALE_INPUTS) + 1)
         for place, kind in enumerate("kv"):
             array = scales[2 * layer + place]
             scale = initializer(graph, f"{kind}_scale.{layer}", array)
             node.replace_input_with(SCALE_INPUTS[place], scale)
-            node.attributes[f"{kind}_quant_type"] = ir.AttrString(
-                f"{kind}_quant_type", "PER_CHANNEL"
-            )
+            name = f"{kind}_quant_type"
+            node.attributes[name] = ir.AttrString(name, "PER_CHANNEL")
         node.attributes["kv_cache_bit_width"] = ir.AttrInt64("kv_cache_bit_width", bits)
     return quantized

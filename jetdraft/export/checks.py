@@ -1,6 +1,7 @@
 """What an export refuses: checkpoints and heads that do not fit its options."""
 
 from collections.abc import Mapping
+from typing import Any
 
 from jetdraft.bundle import CONTRIB, DRAFTER, TARGET
 from jetdraft.checkpoints.checkpoint import Checkpoint
@@ -16,40 +17,33 @@ from jetdraft.quant.weights import check_stack
 from jetdraft.recipe import GRIDS, KERNELS, Recipe
 
 
-def check_drafter(
-    options: ExportOptions, drafter: str | None, head: str | None
-) -> None:
+def check_drafter(options: ExportOptions, *drafters: str | None) -> None:
     """Raise `OptionError` for two drafters, or for options of a missing drafter."""
-    if head is not None and drafter is not None:
-        raise OptionError(
-            "a bundle has one drafter; give --drafter or --head, not both"
-        )
-    has_drafter = drafter is not None or head is not None
-    if options.drafter_provider and not has_drafter:
-        raise OptionError("a drafter's provider needs a drafter; give --drafter too")
-    if options.draft_vocab is not None and not has_drafter:
-        raise OptionError(
-            "a draft vocabulary needs a drafter; give --drafter or --head too"
-        )
+    count, vocabulary = 2 - drafters.count(None), options.draft_vocab
+    for is_wrong, message in (
+        (count > 1, "a bundle has one drafter; give --drafter or --head, not both"),
+        (not count and options.drafter_provider,
+         "a drafter's provider needs a drafter; give --drafter too"),
+        (not count and vocabulary is not None,
+         "a draft vocabulary needs a drafter; give --drafter or --head too"),
+    ):  # fmt: skip
+        if is_wrong:
+            raise OptionError(message)
 
 
 def check_embedding(target: Checkpoint, drafter: str | None, head: str | None) -> None:
     """Raise `OptionError` for a drafter beside a target that only embeds texts."""
     if target.embedding and (drafter is not None or head is not None):
-        raise OptionError(
-            f"{target.source} embeds texts and writes none, so nothing is drafted; "
-            "leave --drafter and --head out"
-        )
+        fact = f"{target.source} embeds texts and writes none, so nothing is drafted"
+        raise OptionError(f"{fact}; leave --drafter and --head out")
 
 
 def check_experts(
     name: str, columns: Mapping[str, int], are_kept: bool, options: ExportOptions
 ) -> None:
     """Raise `OptionError` if no operator multiplies the experts as a recipe says."""
-    is_open = options.recipe is None and (
-        name == TARGET or options.drafter_recipe is None
-    )
-    recipe = options.recipe_of(name)
+    is_own = name == TARGET or options.drafter_recipe is None
+    is_open, recipe = options.recipe is None and is_own, options.recipe_of(name)
     if recipe.bits is None and not is_open:
         return
     is_grid = is_open or are_kept or recipe.scheme in GRIDS
@@ -75,19 +69,14 @@ def _check_source(name: str, checkpoint: Checkpoint, options: ExportOptions) -> 
             "texts; give it as the target, without --select-kv"
         )
     if options.effective_flavour != CONTRIB:
-        raise OptionError(
-            f"{checkpoint.source} is {kind}, which only contrib graphs hold; choose "
-            "provider cpu or cuda"
-        )
+        fact = f"{checkpoint.source} is {kind}, which only contrib graphs hold"
+        raise OptionError(f"{fact}; choose provider cpu or cuda")
     recipe = options.recipe
     if options.draft_vocab is not None:
-        raise OptionError(
-            f"{checkpoint.source} is {kind}, which writes no text to count tokens in; "
-            "leave --draft-vocab out"
-        )
-    if options.limit is not None or (
-        recipe is not None and (recipe.needs_calibration or recipe.kv_bits)
-    ):
+        fact = f"{checkpoint.source} is {kind}, which writes no text to count tokens in"
+        raise OptionError(f"{fact}; leave --draft-vocab out")
+    reads = recipe is not None and (recipe.needs_calibration or recipe.kv_bits)
+    if options.limit is not None or reads:
         raise OptionError(
             f"{checkpoint.source} is {kind}, whose recipe reads no text yet; choose a "
             "recipe of rtn without kv8, for example int8-rtn-b32"
@@ -97,9 +86,8 @@ def _check_source(name: str, checkpoint: Checkpoint, options: ExportOptions) -> 
 def _check_probes(name: str, checkpoint: Checkpoint, options: ExportOptions) -> None:
     if name != TARGET:
         if checkpoint.streams:
-            raise PairError(
-                f"{checkpoint.source} has streams; only a target can have them"
-            )
+            fact = f"{checkpoint.source} has streams"
+            raise PairError(f"{fact}; only a target can have them")
         return
     tuned = checkpoint.streams is not None and checkpoint.streams.mode == SHARED
     if options.adapter_scale != 1.0 and not tuned:
@@ -114,10 +102,8 @@ def _check_taps(name: str, checkpoint: Checkpoint, options: ExportOptions) -> No
     if checkpoint.taps is None:
         return
     if checkpoint.streams is not None:
-        raise PairError(
-            f"{checkpoint.source} has streams, so it drafts without a head; leave one "
-            "of them out"
-        )
+        fact = f"{checkpoint.source} has streams, so it drafts without a head"
+        raise PairError(f"{fact}; leave one of them out")
     if checkpoint.taps.cut:
         fix = "export for --provider cpu, or with another head"
         check_on_cpu(HALVES, options.provider_of(name).name, fix)
@@ -127,18 +113,15 @@ def _check_taps(name: str, checkpoint: Checkpoint, options: ExportOptions) -> No
 def _check_select(name: str, checkpoint: Checkpoint, options: ExportOptions) -> None:
     if options.select_kv is None or name != TARGET:
         return
-    recipe = options.recipe
+    recipe, provider = options.recipe, options.provider_of(name).name
+    runs = provider, options.effective_flavour, options.dtype_of(name)
     for is_wrong, fact in (
-        (
-            options.provider_of(name).name != "cpu"
-            or options.effective_flavour != CONTRIB
-            or options.dtype_of(name) != "fp32",
-            "runs on the CPU, in fp32; leave --provider, --dtype and --flavour out",
-        ),
+        (runs != ("cpu", CONTRIB, "fp32"),
+         "runs on the CPU, in fp32; leave --provider, --dtype and --flavour out"),
         (recipe is not None and recipe.kv, "reads floats; leave kv out of the recipe"),
         (checkpoint.streams, "reads no probes; choose a target without streams"),
         (checkpoint.reads_source, "needs a decoder without an encoder"),
-    ):
+    ):  # fmt: skip
         if is_wrong:
             raise OptionError(f"a selection of KV rows (--select-kv) {fact}")
 
@@ -172,10 +155,8 @@ def check_states(
         integers, probes = options.recipe_of(name).kv_bits, checkpoint.streams
         if len(contract.kv_shapes) < layers and (integers or probes):
             fix = "leave kv out of the recipe" if integers else "choose another target"
-            raise OptionError(
-                f"{checkpoint.source} has layers that share keys and values, of floats "
-                f"and without probes only; {fix}"
-            )
+            fact = f"{checkpoint.source} has layers that share keys and values"
+            raise OptionError(f"{fact}, of floats and without probes only; {fix}")
         return
     taps = checkpoint.taps
     cuts = taps is not None and taps.cut
@@ -215,15 +196,11 @@ def check_draft_vocabulary(
             f"{most + 1}; give 1 to {most}, or leave it out"
         )
     if head is not None and not head.cuts_vocabulary:
-        raise OptionError(
-            f"{type(head).__name__.lower()} drafters draft from the whole vocabulary; "
-            "leave --draft-vocab out"
-        )
+        fact = f"{type(head).__name__.lower()} drafters draft from the whole vocabulary"
+        raise OptionError(f"{fact}; leave --draft-vocab out")
     drafter = checkpoints.get(DRAFTER)
-    for name, ids in (
-        ("head", None if head is None else head.ids),
-        (DRAFTER, None if drafter is None else drafter.draft_ids),
-    ):
+    own: Any = {"head": head and head.ids, DRAFTER: drafter and drafter.draft_ids}
+    for name, ids in own.items():
         if ids is not None:
             raise OptionError(
                 f"the {name} was trained with its own draft vocabulary of {len(ids)} "
@@ -231,15 +208,11 @@ def check_draft_vocabulary(
             )
 
 
-def check_raised(
-    recipe: Recipe, contract: StepContract, checkpoint: Checkpoint
-) -> None:
+def check_raised(recipe: Recipe, contract: StepContract, target: Checkpoint) -> None:
     """Raise `OptionError` for a recipe that raises a layer which the model lacks."""
     layers = len(contract.kv_shapes)
-    if not checkpoint.reads_source:  # not all layers have buffers
-        layers = len(decoder_layers(checkpoint.model))
+    if not target.reads_source:  # not all layers have buffers
+        layers = len(decoder_layers(target.model))
     if recipe.raised and recipe.raised[-1] >= layers:
-        raise OptionError(
-            f"{recipe.name} raises layer {recipe.raised[-1]}; the model has layers 0 "
-            f"to {layers - 1}"
-        )
+        fact = f"{recipe.name} raises layer {recipe.raised[-1]}"
+        raise OptionError(f"{fact}; the model has layers 0 to {layers - 1}")

@@ -15,58 +15,43 @@ from onnx_ir.passes import common
 from jetdraft.contracts.step_contract import PARENTS, SplitContract, StepContract
 from jetdraft.contracts.tensors import TensorSpec
 from jetdraft.errors import UnsupportedModelError
-from jetdraft.export.attentions import (
-    OPSET,
-    add_bias,
-    add_mask,
-    add_to_position_bias,
-    attentions,
-    find_bias,
-    has_sinks,
-    is_shared,
-    windowed,
-)
+from jetdraft.export import attentions
 from jetdraft.export.step import CUT, Step
-from jetdraft.quant.edits import Maker, initializer, new_value, replace_values
+from jetdraft.quant.edits import Maker, new_value, replace_values
 
 
-def make_tree_graph(
-    chain: ir.Model, contract: StepContract, source: str
-) -> ir.Model | None:
-    """Add a draft mask to a chain, in place; None without layers or if it has windows.
+def make_tree_graph(chain: ir.Model, contract: StepContract, source: str) -> bool:
+    """Add a draft mask to a chain, in place; False without layers or with windows.
 
     Raises `UnsupportedModelError` where a graph that needs a mask has windows.
     """
     graph = chain.graph
-    if not contract.kv_shapes or windowed(graph):
+    if not contract.kv_shapes or attentions.windowed(graph):
         if contract.has_mask:
-            raise UnsupportedModelError(
-                f"{source} attends in sliding windows; streams need plain attention"
-            )
-        return None
+            fact = f"{source} attends in sliding windows"
+            raise UnsupportedModelError(f"{fact}; streams need plain attention")
+        return False
     if contract.relative_positions:
-        add_to_position_bias(graph, add_mask(graph, replace(contract, tree=True)))
+        mask = attentions.add_mask(graph, replace(contract, tree=True))
+        attentions.add_to_position_bias(graph, mask)
     else:
-        add_bias(graph, _row_bias(graph, contract))
+        attentions.add_bias(graph, _row_bias(graph, contract))
         graph.sort()  # layers below the probes read the rows' part of the bias
-    return chain
+    return True
 
 
 def _row_bias(graph: ir.Graph, contract: StepContract) -> ir.Value:
     """Return the attention bias of a pass's rows without probes, from a new mask."""
-    full_bias = find_bias(graph)
+    full_bias: Any = attentions.find_bias(graph)
     if full_bias is None:
-        return add_mask(graph, replace(contract, tree=True))
+        return attentions.add_mask(graph, replace(contract, tree=True))
     rows = ir.node("Shape", [graph.inputs[0]], {"start": 1, "end": 2})
-    start, axis = (
-        initializer(graph, f"rows_of_bias.{name}", np.array([number], np.int64))
-        for name, number in (("start", 0), ("axis", 2))
-    )
+    make = Maker(graph)
+    start = make.constant("rows_of_bias.start", [0])
+    axis = make.constant("rows_of_bias.axis", [2])
     cut = ir.node("Slice", [full_bias, start, rows.outputs[0], axis])
     cut.outputs[0].name = "rows_of_bias"
-    producer = full_bias.producer()
-    assert producer is not None
-    graph.insert_after(producer, [rows, cut])
+    graph.insert_after(full_bias.producer(), [rows, cut])
     return cut.outputs[0]
 
 
@@ -78,36 +63,27 @@ def make_compaction_graph(contract: StepContract, scatter_nd: bool = False) -> i
     """
     source = new_value(TensorSpec("source", "int64", ("m",)))
     target = new_value(TensorSpec("target", "int64", ("m" if scatter_nd else 1,)))
-    graph = ir.Graph(
-        [source, target], [], nodes=[], opset_imports={"": OPSET}, name="compaction"
-    )
-    make = Maker(graph)
-    for past, present in zip(
-        contract.buffers("past"), contract.buffers("present"), strict=True
-    ):
+    opsets, inputs = {"": attentions.OPSET}, [source, target]
+    graph = ir.Graph(inputs, [], nodes=[], opset_imports=opsets, name="compaction")
+    make, sides = Maker(graph), map(contract.buffers, ("past", "present"))
+    for past, present in zip(*sides, strict=True):
         buffer, after = new_value(past), new_value(present)
         graph.inputs.append(buffer)
         graph.outputs.append(after)
         rows = make("Gather", buffer, source, axis=2)
-        if scatter_nd:
-            places = _scatter_indices(make, target, int(past.shape[1]))
+        if scatter_nd:  # by indices (0, head, slot), int64 [1, heads, m, 3], as a sum
+            heads = int(past.shape[1])
+            by_head = np.zeros((1, heads, 1, 3), np.int64)
+            by_head[0, :, 0, 1] = range(heads)
+            column = make("Reshape", target, make.constant("column", [1, 1, -1, 1]))
+            slots = make("Mul", column, make.constant("last", [[[[0, 0, 1]]]]))
+            places = make("Add", slots, make.constant(f"heads_{heads}", by_head))
             node = ir.node("ScatterND", [buffer, places, rows], outputs=[after])
         else:
-            node = ir.node(
-                "TensorScatter", [buffer, rows, target], {"axis": 2}, outputs=[after]
-            )
+            moved = [buffer, rows, target]
+            node = ir.node("TensorScatter", moved, {"axis": 2}, outputs=[after])
         graph.append(node)
     return ir.Model(graph, ir_version=11)
-
-
-def _scatter_indices(make: Maker, target: ir.Value, heads: int) -> ir.Value:
-    """Return each row's index (0, head, slot), int64 [1, heads, m, 3], as a sum."""
-    by_head = np.zeros((1, heads, 1, 3), np.int64)
-    by_head[0, :, 0, 1] = range(heads)
-    column = make.constant("column", [1, 1, -1, 1])
-    last = make.constant("last", [[[[0, 0, 1]]]])
-    slots = make("Mul", make("Reshape", target, column), last)
-    return make("Add", slots, make.constant(f"heads_{heads}", by_head))
 
 
 _ROWS_MASK = "rows_mask"
@@ -117,9 +93,10 @@ def split_graph(model: ir.Model, contract: SplitContract) -> tuple[ir.Model, ir.
     """Split a traced graph, which it changes, into two halves with a draft mask."""
     graph = model.graph
     # With probes, the layers above the cut have a bias for rows and probes already.
-    add_bias(graph, add_mask(graph, replace(contract.lower, streams=0), _ROWS_MASK))
+    lower = replace(contract.lower, streams=0)
+    attentions.add_bias(graph, attentions.add_mask(graph, lower, _ROWS_MASK))
     traced = {"hidden": CUT, "draft_mask": _ROWS_MASK}
-    lower = _extract(model, contract.lower_inputs, contract.lower_outputs, traced)
+    below = _extract(model, contract.lower_inputs, contract.lower_outputs, traced)
     # The upper half does not get these inputs, so it counts its rows by positions.
     tokens, positions = graph.inputs[:2]
     _count_by(graph, tokens, 1, positions)
@@ -127,14 +104,14 @@ def split_graph(model: ir.Model, contract: SplitContract) -> tuple[ir.Model, ir.
         _count_by(graph, parents, 0, positions)
     if contract.whole.streams:
         del traced["draft_mask"]
-    below = len(contract.lower.kv_shapes)
+    layers = len(contract.lower.kv_shapes)
     traced |= {
-        spec.name: f"{kind}.{int(layer) + below}"
+        spec.name: f"{kind}.{int(layer) + layers}"
         for side in ("past", "present")
         for spec in contract.upper.buffers(side)
         for kind, _, layer in [spec.name.partition(".")]
     }
-    return lower, _extract(model, contract.upper_inputs, contract.upper.outputs, traced)
+    return below, _extract(model, contract.upper_inputs, contract.upper.outputs, traced)
 
 
 def drop_extra_values(model: ir.Model, step: Step) -> None:
@@ -183,11 +160,11 @@ def _extract(
 def standardize(model: ir.Model, scatter_nd: bool) -> None:
     """Rewrite a graph in place; `UnsupportedModelError` for sliding windows."""
     graph = model.graph
-    for node in attentions(graph):
+    for node in attentions.attentions(graph):
         _replace_attention(graph, node, scatter_nd)
     for node in [node for node in graph if node.op_type == "RMSNormalization"]:
         _replace_norm(graph, node)
-    graph.opset_imports[""] = OPSET
+    graph.opset_imports[""] = attentions.OPSET
     graph.opset_imports.pop("com.microsoft", None)
     common.CommonSubexpressionEliminationPass()(model)
     common.RemoveUnusedNodesPass()(model)
@@ -195,7 +172,8 @@ def standardize(model: ir.Model, scatter_nd: bool) -> None:
 
 
 def _replace_attention(graph: ir.Graph, node: ir.Node, scatter_nd: bool) -> None:
-    if node.attributes.get_int("local_window_size", -1) > 0 or has_sinks(node):
+    window = node.attributes.get_int("local_window_size", -1)
+    if window > 0 or attentions.has_sinks(node):
         raise UnsupportedModelError(
             "a layer attends in a sliding window or with sinks, which the standard "
             "flavour does not have; export the contrib one"
@@ -207,7 +185,7 @@ def _replace_attention(graph: ir.Graph, node: ir.Node, scatter_nd: bool) -> None
     cursor = next(value for value in graph.inputs if value.name == "cursor")
     start = make("Cast", cursor, to=ir.DataType.INT64)
     presents: list[Any] = [past_key, past_value]
-    for place, new in enumerate(() if is_shared(node) else (key, value)):
+    for place, new in enumerate(() if attentions.is_shared(node) else (key, value)):
         written = presents[place], _split_heads(make, new, kv_heads), start
         if scatter_nd:
             presents[place] = _write_rows_nd(make, *written)
@@ -216,13 +194,9 @@ def _replace_attention(graph: ir.Graph, node: ir.Node, scatter_nd: bool) -> None
     bias = node.inputs[10] if len(node.inputs) > 10 else None
     one = make.constant("one", [1])
     filled = make("Add", make("Cast", last_row, to=ir.DataType.INT64), one)
-    attended = make(
-        "Attention",
-        *(_split_heads(make, query, heads), *presents, bias, None, None, filled),
-        scale=node.attributes.get_float("scale", 0.0),
-        softcap=node.attributes.get_float("softcap", 0.0),
-        is_causal=1,
-    )
+    read = _split_heads(make, query, heads), *presents, bias, None, None, filled
+    numbers: Any = {n: node.attributes.get_float(n, 0.0) for n in ("scale", "softcap")}
+    attended = make("Attention", *read, **numbers, is_causal=1)
     rows_first = make("Transpose", attended, perm=[0, 2, 1, 3])
     result = make("Reshape", rows_first, make.constant("flat", [0, 0, -1]))
     replace_values(node.outputs, [result, *presents][: len(node.outputs)])

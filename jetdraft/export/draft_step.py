@@ -14,22 +14,15 @@ from jetdraft.checkpoints.heads.blocks import block_attention
 from jetdraft.checkpoints.heads.draft_module import DraftInputs, DraftModule
 from jetdraft.contracts.constants import HIDDEN
 from jetdraft.contracts.step_contract import TARGET_LENGTH, StepContract
+from jetdraft.export import step
 from jetdraft.export.source_step import SourceStep
-from jetdraft.export.step import (
-    Step,
-    count_on_device,
-    dtype_of,
-    make_state,
-    present_buffers,
-    run_one_row,
-)
 from jetdraft.quant.edits import Maker
 
 
-def make_draft_step(drafter: DraftModule, target: StepContract, dtype: str) -> Step:
+def make_draft_step(head: DraftModule, target: StepContract, dtype: str) -> step.Step:
     """Return the step module of a drafter beside a target of the contract `target`."""
-    step = SourceBlockStep if drafter.reads.source else DraftStep
-    return step(drafter, drafter_contract(drafter, target, dtype), ids=drafter.ids)
+    kind = SourceBlockStep if head.reads.source else DraftStep
+    return kind(head, drafter_contract(head, target, dtype), ids=head.ids)
 
 
 def drafter_contract(
@@ -39,6 +32,7 @@ def drafter_contract(
     reads, config = drafter.reads, drafter.config
     width = config.feature_size
     shapes = tuple(enumerate(target.kv_shapes))
+    read = (shapes[place] for place in drafter.target_layers)
     contract = replace(
         target,
         dtype=dtype,
@@ -52,11 +46,7 @@ def drafter_contract(
         guesses=config.slots if reads.guesses else 0,
         streams=0,
         spare_slots=2 * drafter.block_rows if reads.guesses and reads.buffers else 0,
-        reads=tuple(
-            (layer, *shape)
-            for layer, shape in (shapes[place] for place in drafter.target_layers)
-            if reads.target_kv
-        ),
+        reads=tuple((layer, *shape) for layer, shape in read if reads.target_kv),
         recent=config.slots - 1 if reads.windows else reads.tokens - 1,
         ahead=config.slots if reads.windows else 0,
         states=(),
@@ -64,25 +54,16 @@ def drafter_contract(
     )
     if (0, 0) not in contract.kv_shapes:
         return contract
-    return replace(contract, kv_shapes=_measured_shapes(drafter, contract))
-
-
-def _measured_shapes(
-    drafter: DraftModule, contract: StepContract
-) -> tuple[tuple[int, int], ...]:
     drafter.attend_with(IMPLEMENTATION)
     row = torch.zeros(1, 1, dtype=torch.long)
-    features = torch.zeros(1, 1, contract.feature_input, dtype=dtype_of(contract))
-    state = run_one_row(
-        drafter,
-        lambda cache: drafter.draft(
-            DraftInputs(row, row, row[0], features, cache=cache)
-        ),
-    )
-    return tuple((key.shape[1], key.shape[3]) for key, _ in state.past)
+    features = torch.zeros(1, 1, contract.feature_input, dtype=step.dtype_of(contract))
+    given = DraftInputs(row, row, row[0], features)
+    state = step.run_one_row(drafter, lambda c: drafter.draft(replace(given, cache=c)))
+    measured = tuple((key.shape[1], key.shape[3]) for key, _ in state.past)
+    return replace(contract, kv_shapes=measured)
 
 
-class DraftStep(Step):
+class DraftStep(step.Step):
     """One pass of a drafter over fixed buffers; its candidates are the target's ids."""
 
     def __init__(
@@ -98,12 +79,12 @@ class DraftStep(Step):
         tokens, positions, cursor, total_length, answer_rows = rows[:5]
         given = DraftInputs(tokens, positions, answer_rows)
         if "features" in read:
-            given.features = read["features"].to(dtype_of(contract))
+            given.features = read["features"].to(step.dtype_of(contract))
         given.recent = read.get("recent_ids", given.recent)
         if contract.block:
             state = self._add_block(given, read, past)
         else:
-            state = make_state(positions, cursor, total_length, past)
+            state = step.make_state(positions, cursor, total_length, past)
         if contract.reads:
             given.target_length = read[TARGET_LENGTH.name]
             buffers = [read[spec.name] for spec in contract.target_kv]
@@ -111,7 +92,7 @@ class DraftStep(Step):
         with attending(state):
             logits, carried = self.model.draft(given)
         own = [] if carried is None else [carried.float()]
-        return [*self.answers(logits.float()), *own, *present_buffers(state)]
+        return [*self.answers(logits.float()), *own, *step.present_buffers(state)]
 
     def _add_block(
         self, given: DraftInputs, read: dict[str, Tensor], past: list[Tensor]
@@ -140,9 +121,9 @@ def make_block_state(
 
     Behind them are the m = `size` queries of the block, see `checkpoints.heads.blocks`.
     """
-    filled = cursor + count_on_device(positions)
+    filled = cursor + step.count_on_device(positions)
     slots = torch.arange(contract.slots, dtype=torch.int32)
-    hidden = (slots >= filled).to(dtype_of(contract)) * HIDDEN
+    hidden = (slots >= filled).to(step.dtype_of(contract)) * HIDDEN
     rows = torch.cat([positions, positions[:, -size:]], dim=1)
     # Added to a zero for each row, since a shape would be computed on the host.
     bias = (rows * 0).to(hidden.dtype)[:, None, :, None] + hidden
@@ -170,14 +151,12 @@ class SourceBlockStep(SourceStep):
         block = torch.where(block < self.model.config.vocab_size, block, block + slots)
         behind = position_ids[:, -1:] + 1 + slots
         positions = torch.cat([position_ids, behind], dim=1)
-        plain = make_block_state(
-            positions, cursor, total_length, past, size, self.contract
-        )
+        lengths = cursor, total_length
+        plain = make_block_state(positions, *lengths, past, size, self.contract)
         # The queries of a block follow its keys in further rows.
         rows = torch.cat([positions, behind], dim=1)
         distances = self.slot_distance_bias(rows, positions, cursor, True)
-        bias = plain.bias
-        assert bias is not None
+        bias: Any = plain.bias
         bias = bias if distances is None else bias + distances.to(bias.dtype)
         state = self.source_state(plain, source_length, bias)
         state.own = block_attention(size, context_asks=True)
@@ -188,7 +167,7 @@ class SourceBlockStep(SourceStep):
                 (slice(None), slice(-size, None)),
                 **self.model_inputs(list(zip(cross[::2], cross[1::2], strict=True))),
             )
-        return [*self.answers(logits), *present_buffers(state)]
+        return [*self.answers(logits), *step.present_buffers(state)]
 
 
 def slice_target_buffers(file: Path, contract: StepContract) -> None:
@@ -196,10 +175,8 @@ def slice_target_buffers(file: Path, contract: StepContract) -> None:
     model = ir.load(file)
     graph = model.graph
     inputs, make = {value.name: value for value in graph.inputs}, Maker(graph, graph[0])
-    first, axis, step = (
-        make.constant(f"committed.{name}", [number])
-        for name, number in (("first", 0), ("axis", 2), ("step", 1))
-    )
+    numbers = {"first": 0, "axis": 2, "step": 1}.items()
+    first, axis, by = (make.constant(f"committed.{n}", [i]) for n, i in numbers)
     # Without a row there would be nothing to take a softmax of.
     one = make.constant("committed.one", [1], np.int32)
     least = make("Max", inputs[TARGET_LENGTH.name], one)
@@ -207,7 +184,7 @@ def slice_target_buffers(file: Path, contract: StepContract) -> None:
     for spec in contract.target_kv:
         buffer = inputs[spec.name]
         readers = list(buffer.uses())
-        committed = make("Slice", buffer, first, end, axis, step)
+        committed = make("Slice", buffer, first, end, axis, by)
         for node, index in readers:
             node.replace_input_with(index, committed)
     for node in graph:

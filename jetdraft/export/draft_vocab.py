@@ -42,10 +42,8 @@ def _expected_counts(model: Any, windows: Windows) -> Tensor:
     expected = torch.zeros(model.get_output_embeddings().weight.shape[0]).double()
     with own_attention(model), torch.no_grad():
         for ids in rows:
-            logits = model(
-                ids[None], use_cache=False, logits_to_keep=windows.scored
-            ).logits
-            expected += logits[0].float().softmax(-1).sum(0)
+            answer = model(ids[None], use_cache=False, logits_to_keep=windows.scored)
+            expected += answer.logits[0].float().softmax(-1).sum(0)
     return expected
 
 
@@ -142,10 +140,8 @@ def check_tokens(target: Checkpoint, drafter: Checkpoint) -> None:
 def _check_ids(target: str, drafter: str, ours: str | None, theirs: str | None) -> None:
     if ours is None or theirs is None:
         return
-    one, other = (
-        {i: token for token, i in Tokenizer.from_str(text).get_vocab().items()}
-        for text in (ours, theirs)
-    )
+    known = (Tokenizer.from_str(text).get_vocab() for text in (ours, theirs))
+    one, other = ({i: token for token, i in ids.items()} for ids in known)
     for i in sorted(one.keys() & other.keys()):
         if one[i] != other[i]:
             tokens = (printable(repr(token), 60) for token in (other[i], one[i]))

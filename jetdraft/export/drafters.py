@@ -21,16 +21,11 @@ from jetdraft.checkpoints.heads.head_reader import load_head
 from jetdraft.checkpoints.layers import Taps
 from jetdraft.contracts.step_contract import StepContract
 from jetdraft.errors import CheckpointError, OptionError, PairError
+from jetdraft.export import graphs
 from jetdraft.export.draft_step import make_draft_step, slice_target_buffers
 from jetdraft.export.draft_vocab import CutHead, write_vocabulary
 from jetdraft.export.export_options import DTYPES, ExportOptions
-from jetdraft.export.graphs import (
-    Job,
-    share_weights,
-    write_chain,
-    write_encoder,
-    write_tree,
-)
+from jetdraft.export.graphs import Job, share_weights, write_chain
 from jetdraft.export.step import Step, kv_shapes
 from jetdraft.manifest import GraphEntry
 from jetdraft.ort import silenced
@@ -82,14 +77,14 @@ def write_head_graphs(
     job, own, step = make_head_job(target, entry.contract, source, head)
     own = replace(own, quantization={**own.quantization, **overlaps})
     if own.contract.source_slots:
-        own = write_encoder(job, own, job.quantization)
+        own = graphs.write_encoder(job, own, job.quantization)
         share_weights(job.graph_file("encoder"), target.graph_file("encoder"))
     own = write_chain(job, own, step)
     file = job.folder / own.file
     if own.contract.reads and target.options.provider_of(DRAFTER).name == "cpu":
         slice_target_buffers(file, own.contract)
     share_weights(file, lender)
-    return own if own.contract.block else write_tree(job, own)
+    return own if own.contract.block else graphs.write_tree(job, own)
 
 
 def make_head_job(
@@ -100,16 +95,15 @@ def make_head_job(
     step = make_draft_step(head, contract, DTYPES[options.dtype_of(DRAFTER)])
     checkpoint = Checkpoint(source, head, None, None, ())
     names, recipe = checkpoint.weight_names(), options.recipe_of(DRAFTER)
-    shared = [id(w) for w in head.parameters() if id(w) in target.names]
+    own = list(head.parameters())
+    shared = [id(weight) for weight in own if id(weight) in target.names]
     borrowed = {names[weight]: target.names[weight] for weight in shared}
     entry = GraphEntry(
         file=f"{DRAFTER}.onnx",
         contract=step.contract,
         quantization=recipe.to_json(),
         source=source,
-        parameters=sum(
-            p.numel() for p in head.parameters() if names[id(p)] not in borrowed
-        ),
+        parameters=sum(w.numel() for w in own if names[id(w)] not in borrowed),
         vocabulary_file=write_vocabulary(target.folder, head.ids),
     )
     lm_head = getattr(head, "lm_head", None)
@@ -202,15 +196,10 @@ def check_trainable(bundle: Bundle, checkpoint: Checkpoint) -> None:
     """Raise a `JetdraftError` unless a checkpoint can be the bundle's drafter."""
     entry = check_swappable(bundle)
     if checkpoint.packed is not None:
-        raise CheckpointError(
-            f"{checkpoint.source} is quantized already, so it cannot be trained; give "
-            "the checkpoint in floats"
-        )
-    contract = entry.contract
-    if (checkpoint.vocab_size, kv_shapes(checkpoint.model)) != (
-        contract.vocab_size,
-        contract.kv_shapes,
-    ):
+        fact = f"{checkpoint.source} is quantized already, so it cannot be trained"
+        raise CheckpointError(f"{fact}; give the checkpoint in floats")
+    wanted = entry.contract.vocab_size, entry.contract.kv_shapes
+    if (checkpoint.vocab_size, kv_shapes(checkpoint.model)) != wanted:
         raise _pair_error(checkpoint.source)
 
 

@@ -55,13 +55,11 @@ class ExportOptions:
         if self.dtype not in (None, *DTYPES):
             raise OptionError(f"unknown dtype {self.dtype!r}; choose fp32 or fp16")
         if self.flavour not in (None, *FLAVOURS):
-            raise OptionError(
-                f"unknown flavour {self.flavour!r}; choose {', '.join(FLAVOURS)}"
-            )
+            fact = f"unknown flavour {self.flavour!r}"
+            raise OptionError(f"{fact}; choose {', '.join(FLAVOURS)}")
         if self.kernel not in (None, *KERNELS):
-            raise OptionError(
-                f"unknown kernel {self.kernel!r}; choose {' or '.join(KERNELS)}"
-            )
+            fact = f"unknown kernel {self.kernel!r}"
+            raise OptionError(f"{fact}; choose {' or '.join(KERNELS)}")
         for name in (TARGET, DRAFTER):
             self._check_graph(name)
         if self.kernel == KERNELS[0] != self.kernel_of(TARGET):
@@ -70,13 +68,11 @@ class ExportOptions:
                 "leave it out, or choose --provider cpu and --dtype fp32"
             )
         if not 16 <= self.capacity <= 1 << 20:
-            raise OptionError(
-                f"capacity {self.capacity} is out of range; choose 16 to 1048576"
-            )
+            fact = f"capacity {self.capacity} is out of range"
+            raise OptionError(f"{fact}; choose 16 to 1048576")
         if not 2 <= self.max_width <= self.capacity:
-            raise OptionError(
-                f"max width {self.max_width} is out of range; choose 2 to the capacity"
-            )
+            fact = f"max width {self.max_width} is out of range"
+            raise OptionError(f"{fact}; choose 2 to the capacity")
         least, most = MIN_SELECTED, self.capacity - 1
         if self.select_kv is not None and not least <= self.select_kv <= most:
             raise OptionError(
@@ -86,16 +82,13 @@ class ExportOptions:
         if self.limit is not None:
             self.recipe_of(TARGET).raise_units(["0"])  # refuses if it has no more bits
         if self.draft_vocab is not None and self.draft_vocab < 1:
-            raise OptionError(
-                f"a draft vocabulary of {self.draft_vocab} tokens drafts nothing; give "
-                "1 or more"
-            )
+            fact = f"a draft vocabulary of {self.draft_vocab} tokens drafts nothing"
+            raise OptionError(f"{fact}; give 1 or more")
         if self.calibration is not None and not self.calibration.is_file():
             raise OptionError(f"no file at {self.calibration}; give a text")
         if not 0.0 <= self.adapter_scale <= 1.0:
-            raise OptionError(
-                f"adapter scale {self.adapter_scale} is out of range; give 0 to 1"
-            )
+            fact = f"adapter scale {self.adapter_scale} is out of range"
+            raise OptionError(f"{fact}; give 0 to 1")
 
     def _check_graph(self, name: str) -> None:
         provider, recipe = self.provider_of(name), self.recipe_of(name)
@@ -116,10 +109,8 @@ class ExportOptions:
         kernel = self.provider_of(name).name, self.dtype_of(name)
         if recipe.has_grids and kernel != ("cpu", "fp32"):
             option = "--provider" if name == TARGET else "--drafter-provider"
-            raise OptionError(
-                f"{' in '.join(kernel)} has no kernel for {recipe.name}; choose int8, "
-                f"or {option} cpu and --dtype fp32"
-            )
+            fact = f"{' in '.join(kernel)} has no kernel for {recipe.name}"
+            raise OptionError(f"{fact}; choose int8, or {option} cpu and --dtype fp32")
 
     @property
     def adapter_folders(self) -> dict[str, Path]:

@@ -14,17 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from jetdraft.bundle import (
-    CHAT_TEMPLATE,
-    CONTRIB,
-    DRAFTER,
-    SIMILARITY,
-    TARGET,
-    TOKENIZER,
-    Bundle,
-    Vision,
-    check_pair,
-)
+from jetdraft import bundle as bundles
+from jetdraft.bundle import CONTRIB, DRAFTER, TARGET, Bundle, Vision
 from jetdraft.checkpoints.attention import relative_bias_module
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.folder import checkpoint_folder
@@ -35,35 +26,14 @@ from jetdraft.checkpoints.model_reader import check_exportable, expert_columns
 from jetdraft.checkpoints.streams import PromptSettings
 from jetdraft.contracts.step_contract import StepContract
 from jetdraft.errors import CheckpointError, printable
+from jetdraft.export import checks, draft_vocab, seams
 from jetdraft.export.attentions import measure_scales
-from jetdraft.export.checks import (
-    check_checkpoint,
-    check_draft_vocabulary,
-    check_drafter,
-    check_embedding,
-    check_experts,
-    check_raised,
-    check_states,
-)
 from jetdraft.export.draft_acceptance import with_acceptance
-from jetdraft.export.draft_vocab import (
-    CutHead,
-    check_tokenizers,
-    check_tokens,
-    cut_head,
-    write_vocabulary,
-)
+from jetdraft.export.draft_vocab import CutHead
 from jetdraft.export.drafters import head_taps, load_draft_head, write_head_graphs
 from jetdraft.export.export_options import DTYPES, ExportOptions
 from jetdraft.export.graphs import Job, Progress, write_graphs, write_vision
 from jetdraft.export.measures import Measures
-from jetdraft.export.seams import (
-    check_seams,
-    check_source_seams,
-    settle_source,
-    source_kv_shapes,
-    warn_of_length,
-)
 from jetdraft.export.source_step import source_sizes
 from jetdraft.export.step import Sizes, buffer_sizes
 from jetdraft.manifest import GraphEntry
@@ -96,20 +66,20 @@ def export(
     report = progress or (lambda stage, done, total: None)
     is_own = drafter is None and head is None and has_own_head(target)
     head = target if is_own else None if head == NO_HEAD else head
-    check_drafter(options, drafter, head)
+    checks.check_drafter(options, drafter, head)
     sources = {TARGET: target} | ({} if drafter is None else {DRAFTER: drafter})
     files = None if head is None or is_own else HeadFiles.read(head)
     if files is not None:
         check_head(files, target)
     models = _load_checkpoints(sources, options, report)
-    check_embedding(models[TARGET], drafter, head)
-    options = settle_source(models[TARGET], options)
+    checks.check_embedding(models[TARGET], drafter, head)
+    options = seams.settle_source(models[TARGET], options)
     reader = None if files is None else load_draft_head(files, models[TARGET], options)
     if is_own:
         reader = _load_own_head(target, models[TARGET], options)
         head = None if reader is None else target
-        check_drafter(options, drafter, head)
-    check_draft_vocabulary(options, models, reader)
+        checks.check_drafter(options, drafter, head)
+    checks.check_draft_vocabulary(options, models, reader)
     if reader is not None:
         models[TARGET] = replace(models[TARGET], taps=head_taps(reader))
     contracts = _check_and_contract(models, options)
@@ -167,10 +137,7 @@ def _make_bundle(
     for tool in tools:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[tool] = importlib.metadata.version(tool)
-    copied = (
-        *("eos_token_ids", "generation", "passed_over", "special_tokens"),
-        *("speech", "embedding"),
-    )
+    copied = "eos_token_ids generation passed_over special_tokens speech embedding"
     return Bundle(
         path=folder,
         graphs=graphs,
@@ -181,7 +148,7 @@ def _make_bundle(
         adapters=dict.fromkeys(options.adapter_folders, ()),
         tools=versions,
         vision=vision,
-        **{name: getattr(target, name) for name in copied},
+        **{name: getattr(target, name) for name in copied.split()},
     )
 
 
@@ -197,7 +164,7 @@ def _cut_drafter(measures: Measures, reader: DraftModule | None) -> CutHead | No
         return None
     dtype = getattr(torch, DTYPES[options.dtype_of(DRAFTER)])
     if reader is not None:
-        cut_head(reader, measures.ids, dtype)
+        draft_vocab.cut_head(reader, measures.ids, dtype)
         return None
     cut = CutHead.of(checkpoints[DRAFTER], measures.ids, dtype)
     measures.checkpoints = {**checkpoints, DRAFTER: cut.checkpoint}
@@ -210,8 +177,8 @@ def _load_checkpoints(
     for name, source in sources.items():
         report("load" if os.path.exists(source) else "ask the hub", 0, 1)
         check_exportable(source)
-        check_experts(name, *expert_columns(source), options)
-    check_tokenizers(sources)
+        checks.check_experts(name, *expert_columns(source), options)
+    draft_vocab.check_tokenizers(sources)
     checkpoints: dict[str, Checkpoint] = {}
     for number, (name, source) in enumerate(sources.items()):
         report("load", number, len(sources))
@@ -219,7 +186,7 @@ def _load_checkpoints(
         keeps_grids = options.kernel_of(name) == KERNELS[0]
         checkpoint = Checkpoint.load(source, dtype, keeps_grids)
         if name == DRAFTER:
-            check_tokens(checkpoints[TARGET], checkpoint)
+            draft_vocab.check_tokens(checkpoints[TARGET], checkpoint)
             checkpoint = checkpoint.fit_to_target(checkpoints[TARGET].vocab_size)
         checkpoints[name] = checkpoint
     report("load", len(sources), len(sources))
@@ -236,18 +203,17 @@ def _check_and_contract(
     checkpoints: Mapping[str, Checkpoint], options: ExportOptions
 ) -> dict[str, StepContract]:
     for name, checkpoint in checkpoints.items():
-        check_checkpoint(name, checkpoint, options)
-    contracts = {
-        name: _make_contract(name, checkpoint, options)
-        for name, checkpoint in checkpoints.items()
-    }
+        checks.check_checkpoint(name, checkpoint, options)
+    named = checkpoints.items()
+    contracts = {n: _make_contract(n, checkpoint, options) for n, checkpoint in named}
     for name, checkpoint in checkpoints.items():
-        check_states(name, contracts[name], checkpoint, options)
-        check = check_source_seams if checkpoint.reads_source else check_seams
+        checks.check_states(name, contracts[name], checkpoint, options)
+        reads = checkpoint.reads_source
+        check = seams.check_source_seams if reads else seams.check_seams
         check(checkpoint.model, contracts[name])
-        warn_of_length(checkpoint.model, contracts[name].capacity)
+        seams.warn_of_length(checkpoint.model, contracts[name].capacity)
     if DRAFTER in checkpoints:
-        check_pair(contracts[TARGET], contracts[DRAFTER])
+        bundles.check_pair(contracts[TARGET], contracts[DRAFTER])
     return contracts
 
 
@@ -256,11 +222,12 @@ def _make_contract(
 ) -> StepContract:
     model, probes = checkpoint.model, checkpoint.streams
     reads_source = checkpoint.reads_source
-    sizes = Sizes(source_kv_shapes(model)) if reads_source else buffer_sizes(model)
+    sizes = Sizes(seams.source_kv_shapes(model)) if reads_source else None
+    sizes = sizes or buffer_sizes(model)
     if name != TARGET or probes is not None:
         sizes = sizes._replace(experts=0)
     own_ids = checkpoint.draft_ids
-    draft_vocab = (options.draft_vocab or 0) if own_ids is None else len(own_ids)
+    drafted = (options.draft_vocab or 0) if own_ids is None else len(own_ids)
     contract = StepContract(
         vocab_size=checkpoint.vocab_size,
         capacity=options.capacity,
@@ -271,7 +238,7 @@ def _make_contract(
         if name == DRAFTER
         else 0,
         feature_size=checkpoint.taps.size if checkpoint.taps else 0,
-        draft_vocab=draft_vocab if name == DRAFTER else 0,
+        draft_vocab=drafted if name == DRAFTER else 0,
     )
     if name == TARGET:
         size, turns = checkpoint.picture_sizes
@@ -297,7 +264,7 @@ def _make_job_and_entry(
     """Make a model's job and manifest entry, before `write_graphs` adds its probes."""
     checkpoint, options = measures.checkpoints[name], measures.options
     contract, recipe = measures.contracts[name], options.recipe_of(name)
-    check_raised(recipe, contract, checkpoint)
+    checks.check_raised(recipe, contract, checkpoint)
     packed, kl = checkpoint.packed, measures.kl.get(name)
     ids = cut.ids if cut is not None and name == DRAFTER else None
     entry = GraphEntry(
@@ -309,7 +276,7 @@ def _make_job_and_entry(
         | (measures.overlaps if name == DRAFTER else {}),
         source=printable(checkpoint.source, 1000),
         parameters=checkpoint.parameters,
-        vocabulary_file=write_vocabulary(folder, ids),
+        vocabulary_file=draft_vocab.write_vocabulary(folder, ids),
     )
     quantization = Quantization(
         recipe,
@@ -357,8 +324,9 @@ _SEED = 20_11_21
 
 def _write_texts(folder: Path, target: Checkpoint) -> None:
     """Write tokenizer, template and int8 [vocab, 64], random projections of tokens."""
-    texts = {TOKENIZER: target.tokenizer, CHAT_TEMPLATE: target.chat_template}
-    for name, text in texts.items():
+    names = bundles.TOKENIZER, bundles.CHAT_TEMPLATE
+    texts = target.tokenizer, target.chat_template
+    for name, text in zip(names, texts, strict=True):
         if isinstance(text, str):
             (folder / name).write_text(text, encoding="utf-8")
     table = target.model.get_input_embeddings().weight.detach()
@@ -367,4 +335,4 @@ def _write_texts(folder: Path, target: Checkpoint) -> None:
     parts, mean = table.split(1 << 14), table.mean(0, dtype=torch.float32)
     small = torch.cat([(part.float() - mean) @ projection for part in parts])
     small = torch.nn.functional.normalize(small)
-    np.save(folder / SIMILARITY, (small * 127).round().to(torch.int8).numpy())
+    np.save(folder / bundles.SIMILARITY, (small * 127).round().to(torch.int8).numpy())

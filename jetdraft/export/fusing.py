@@ -12,16 +12,8 @@ from jetdraft.contracts.step_contract import StepContract
 from jetdraft.export.attentions import attentions, is_shared, use_own_attention
 from jetdraft.export.step import CUT, PACKET
 from jetdraft.ort import ort
-from jetdraft.quant.edits import (
-    CONTRIB_DOMAIN,
-    PARAMETER,
-    Maker,
-    add_derived,
-    add_turned,
-    initializer,
-    producer,
-    replace_values,
-)
+from jetdraft.quant import edits
+from jetdraft.quant.edits import CONTRIB_DOMAIN, Maker, producer, replace_values
 
 _SWAP = [0, 2, 1, 3]
 """Swaps the axes of rows and heads."""
@@ -59,9 +51,7 @@ class RotationInHalves(pattern.RewriteRuleClassBase):  # type: ignore[misc]
         rotated = op.Concat(op.Neg(second), first, axis=-1)
         return x * cosine + rotated * sine
 
-    def check(
-        self, _: Any, x: ir.Value, ends: ir.Value, starts: ir.Value, **__: Any
-    ) -> Any:
+    def check(self, _: Any, x: ir.Value, ends: Any, starts: Any, **__: Any) -> Any:
         result = pattern.MatchResult()
         size = x.shape[3] if x.shape is not None and len(x.shape) == 4 else None
         constants = [value.const_value for value in (ends, starts)]
@@ -115,12 +105,10 @@ class RotaryTables:
         return self.tables[value]
 
     def _evaluate(self, part: ir.Graph, source: ir.Value, name: str) -> ir.Value:
-        proto = ir.serde.serialize_model(ir.Model(part, ir_version=10))
-        session = ort.InferenceSession(
-            proto.SerializeToString(), providers=["CPUExecutionProvider"]
-        )
+        file = ir.to_proto(ir.Model(part, ir_version=10)).SerializeToString()
+        session = ort.InferenceSession(file, providers=["CPUExecutionProvider"])
         [table] = session.run(None, {source.name: np.arange(self.capacity)[None]})
-        return initializer(self.graph, name, np.ascontiguousarray(table[0]))
+        return edits.initializer(self.graph, name, np.ascontiguousarray(table[0]))
 
 
 def fuse_rotation(
@@ -138,47 +126,34 @@ def fuse_rotation(
     if not isinstance(head_dim, int) or head_dim % 16:
         return
     interleaved = rotation.attributes.get_int("interleaved", 0)
-    if interleaved != key[1].attributes.get_int("interleaved", 0):
-        return
-    if list(rotation.inputs[1:3]) != list(key[1].inputs[1:3]):
+    is_same = interleaved == key[1].attributes.get_int("interleaved", 0)
+    if not is_same or list(rotation.inputs[1:3]) != list(key[1].inputs[1:3]):
         return
     cosines, sines = (tables.table_of(value) for value in rotation.inputs[1:3] if value)
-    if cosines is None or sines is None:
-        return
-    if cosines[1] is not sines[1]:
+    if cosines is None or sines is None or cosines[1] is not sines[1]:
         return
     for flatten, _, source in (query, key):
         flatten.replace_input_with(0, source)
-    rotate = _rotate_by_nodes if by_nodes else _rotate_in_attention
-    rotate(graph, attention, (cosines[0], sines[0], cosines[1]), interleaved)
-
-
-# Cosines and sines [capacity, d / 2], and the positions that choose their rows.
-Tables = tuple[ir.Value, ir.Value, ir.Value]
-
-
-def _rotate_in_attention(
-    graph: ir.Graph, attention: ir.Node, tables: Tables, interleaved: int
-) -> None:
+    found = cosines[0], sines[0], cosines[1]
+    if by_nodes:
+        _rotate_by_nodes(graph, attention, found, interleaved)
+        return
     for name, number in (("do_rotary", 1), ("rotary_interleaved", interleaved)):
         attention.attributes[name] = ir.AttrInt64(name, number)
     attention.resize_inputs(max(10, len(attention.inputs)))
-    for index, value in zip((7, 8, 9), tables, strict=True):
+    for index, value in zip((7, 8, 9), found, strict=True):
         attention.replace_input_with(index, value)
 
 
 def _rotate_by_nodes(
-    graph: ir.Graph, attention: ir.Node, tables: Tables, interleaved: int
+    graph: ir.Graph, attention: ir.Node, tables: tuple[ir.Value, ...], interleaved: int
 ) -> None:
     cosines, sines, positions = tables
     for place in (0,) if is_shared(attention) else (0, 1):
         rows = attention.inputs[place]
-        rotated = Maker(graph, attention)(
-            "RotaryEmbedding",
-            *(rows, positions, cosines, sines),
-            domain=CONTRIB_DOMAIN,
-            interleaved=interleaved,
-        )
+        how: Any = {"domain": CONTRIB_DOMAIN, "interleaved": interleaved}
+        make, read = Maker(graph, attention), (rows, positions, cosines, sines)
+        rotated = make("RotaryEmbedding", *read, **how)
         if rows is not None:
             rotated.type, rotated.shape = rows.type, rows.shape
         attention.replace_input_with(place, rotated)
@@ -248,7 +223,7 @@ def split_gemms(graph: ir.Graph) -> None:
         rows, matrix = node.inputs[:2] if is_product else (None, None)
         if matrix is not None:
             if node.attributes.get_int("transB", 0):
-                matrix = add_turned(graph, matrix)
+                matrix = edits.add_turned(graph, matrix)
             make = Maker(graph, node)
             result = make("MatMul", rows, matrix)
             result.shape = node.outputs[0].shape
@@ -264,10 +239,9 @@ def merge_projections(graph: ir.Graph, forms: Mapping[str, object]) -> None:
     groups: dict[tuple[ir.Value, object], list[ir.Node]] = {}
     for node in graph:
         if node.op_type == "MatMul" and _is_matrix(node.inputs[1]):
-            source, matrix = node.inputs[:2]
-            assert source is not None
-            assert matrix is not None
-            form = forms.get(matrix.metadata_props.get(PARAMETER, ""))
+            source: Any = node.inputs[0]
+            matrix: Any = node.inputs[1]
+            form = forms.get(matrix.metadata_props.get(edits.PARAMETER, ""))
             groups.setdefault((source, form), []).append(node)
     for (source, _), nodes in groups.items():
         biases = [_find_bias_add(node) for node in nodes]
@@ -275,12 +249,9 @@ def merge_projections(graph: ir.Graph, forms: Mapping[str, object]) -> None:
             _merge_products(graph, source, nodes, [bias for bias in biases if bias])
 
 
-def _is_matrix(value: ir.Value | None) -> bool:
-    return (
-        value is not None
-        and value.const_value is not None
-        and (value.shape is not None and len(value.shape) == 2)
-    )
+def _is_matrix(value: Any) -> bool:
+    is_constant = value is not None and value.const_value is not None
+    return is_constant and value.shape is not None and len(value.shape) == 2
 
 
 def _find_bias_add(node: ir.Node) -> tuple[ir.Node, ir.Value] | None:
@@ -306,11 +277,11 @@ def _merge_products(
     weights = [node.inputs[1] for node in nodes]
     sizes = [weight.shape[1] for weight in weights if weight and weight.shape]
     name = f"{nodes[0].outputs[0].name}.merged"
-    matrix = _join_constants(graph, [w for w in weights if w], f"{name}.weight", axis=1)
+    matrix = _join_constants(graph, [w for w in weights if w], f"{name}.weight", 1)
     make = Maker(graph, nodes[0])
     result = make("MatMul", source, matrix)
     if biases:
-        vector = _join_constants(graph, [v for _, v in biases], f"{name}.bias", axis=0)
+        vector = _join_constants(graph, [v for _, v in biases], f"{name}.bias", 0)
         result = make("Add", result, vector)
     lengths = make.constant(f"{name}.sizes", sizes)
     parts = make.several("Split", len(nodes), result, lengths, axis=-1)
@@ -318,31 +289,25 @@ def _merge_products(
     replace_values([node.outputs[0] for node in last], parts)
 
 
-def _join_constants(
-    graph: ir.Graph, values: list[ir.Value], name: str, axis: int
-) -> ir.Value:
+def _join_constants(graph: ir.Graph, values: Any, name: str, axis: int) -> ir.Value:
     """Add a constant that joins `values` along an axis; they stay in the graph."""
-    sizes = [[int(n) for n in value.shape or ()] for value in values]  # type: ignore
+    sizes = [[int(n) for n in value.shape] for value in values]
     shape = [*sizes[0]]
     shape[axis] = sum(size[axis] for size in sizes)
 
     def join(*arrays: np.ndarray) -> np.ndarray:
         return np.concatenate(arrays, axis=axis)
 
-    return add_derived(graph, name, values, join, shape)
+    return edits.add_derived(graph, name, values, join, shape)
 
 
 def pack_projections(attention: ir.Node) -> None:
     """Make attention read packed query, key and value, if one Split makes all three."""
-    splits = [producer(value, "Split") for value in attention.inputs[:3]]
-    split = splits[0]
-    if split is None or any(other is not split for other in splits):
+    split = producer(attention.inputs[0], "Split")
+    if split is None or list(split.outputs) != list(attention.inputs[:3]):
         return
-    if list(split.outputs) != list(attention.inputs[:3]):
-        return
-    attention.replace_input_with(0, split.inputs[0])
-    attention.replace_input_with(1, None)
-    attention.replace_input_with(2, None)
+    for place, value in enumerate((split.inputs[0], None, None)):
+        attention.replace_input_with(place, value)
 
 
 def find_norms(graph: ir.Graph) -> None:
@@ -478,10 +443,8 @@ def replace_gather_nd(graph: ir.Graph) -> None:
         turned = producer(data, "Transpose")
         back = _single_reader(node, "Transpose")
         if turned is not None and back is not None and len(chosen.shape or ()) == 1:
-            perm, inverse = (
-                [int(i) for i in each.attributes["perm"].as_ints()]
-                for each in (turned, back)
-            )
+            both = (each.attributes["perm"].as_ints() for each in (turned, back))
+            perm, inverse = ([int(i) for i in ints] for ints in both)
             if np.argsort(perm).tolist() == inverse:
                 axis, data, replaced = perm[0], turned.inputs[0], back
         gathered = Maker(graph, replaced)("Gather", data, chosen, axis=axis)

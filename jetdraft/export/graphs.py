@@ -19,15 +19,10 @@ from jetdraft.checkpoints.streams import StreamedModel
 from jetdraft.checkpoints.vision import read_vision
 from jetdraft.contracts.step_contract import SCORES, StepContract
 from jetdraft.errors import UnsupportedModelError
+from jetdraft.export import derived
 from jetdraft.export.adapters import Pairs, add_adapters, keep_adapter, read_adapter
 from jetdraft.export.attentions import attentions, is_shared, quantize_cache, windowed
-from jetdraft.export.derived import (
-    drop_extra_values,
-    make_compaction_graph,
-    make_tree_graph,
-    split_graph,
-    standardize,
-)
+from jetdraft.export.derived import make_compaction_graph
 from jetdraft.export.export_options import ExportOptions
 from jetdraft.export.fusing import fuse, replace_gather_nd, split_gemms
 from jetdraft.export.selected_attention import add_selection
@@ -80,9 +75,8 @@ def write_graphs(job: Job, entry: GraphEntry) -> GraphEntry:
     if job.checkpoint.reads_source:
         head = job.quantization.head
         # An embedding that is tied to the LM head has the head's integers.
-        tied = replace(
-            job.quantization, borrowed={head: head}, lender=job.quantization, head=""
-        )
+        own = job.quantization
+        tied = replace(own, borrowed={head: head}, lender=own, head="")
         entry = write_encoder(job, entry, tied)
     if job.checkpoint.streams is not None:
         step, entry = _add_probes(job, entry)
@@ -122,7 +116,7 @@ def write_chain(job: Job, entry: GraphEntry, step: Step) -> GraphEntry:
     model = trace(step, job.names)
     replace_gather_nd(model.graph)
     if job.quantization.standard:
-        standardize(model, job.options.effective_flavour == SCATTERED)
+        derived.standardize(model, job.options.effective_flavour == SCATTERED)
     else:
         forms = {name: kept.form for name, kept in job.quantization.packed.items()}
         chosen_by = [node.inputs[1] for node in routers(model.graph)]
@@ -198,18 +192,19 @@ def _write_adapted(job: Job, entry: GraphEntry) -> None:
     for name in names:
         model = ir.load(chain)
         keep_adapter(model, name)
-        ir.save(_as_tree(job, entry, model) or model, job.folder / adapter_file(name))
+        _become_tree(job, entry, model)
+        ir.save(model, job.folder / adapter_file(name))
     if names:
         model = ir.load(chain)
         keep_adapter(model, "")
         ir.save(model, chain)
 
 
-def _as_tree(job: Job, entry: GraphEntry, chain: ir.Model) -> ir.Model | None:
-    """Make a chain graph a tree graph, in place; None if it cannot be a tree graph."""
+def _become_tree(job: Job, entry: GraphEntry, chain: ir.Model) -> bool:
+    """Make a chain graph a tree graph, in place; False if it cannot be a tree graph."""
     if entry.contract.states or job.checkpoint.embedding:
-        return None
-    return make_tree_graph(chain, entry.contract, job.checkpoint.source)
+        return False
+    return derived.make_tree_graph(chain, entry.contract, job.checkpoint.source)
 
 
 def _write_halves(job: Job, entry: GraphEntry, step: Step) -> GraphEntry:
@@ -218,7 +213,7 @@ def _write_halves(job: Job, entry: GraphEntry, step: Step) -> GraphEntry:
         entry = replace(entry, halves=_write_split(job, entry, step))
     if step.extra_outputs:
         model = ir.load(chain)
-        drop_extra_values(model, step)
+        derived.drop_extra_values(model, step)
         ir.save(model, chain)
     return entry
 
@@ -233,31 +228,26 @@ def _write_split(job: Job, entry: GraphEntry, step: Step) -> Halves:
         )
     hidden = next(value for value in model.graph.outputs if value.name == CUT)
     assert hidden.shape is not None
+    names = "lower", "upper", "lower_compaction", "upper_compaction"
+    files = {name: job.graph_file(name.replace("_", "-")) for name in names}
     halves = Halves(
-        lower=job.graph_file("lower").name,
-        upper=job.graph_file("upper").name,
-        lower_compaction=job.graph_file("lower-compaction").name,
-        upper_compaction=job.graph_file("upper-compaction").name,
+        **{name: file.name for name, file in files.items()},
         layers=step.cut,
         hidden_size=int(hidden.shape[2]),  # type: ignore[arg-type]  # never symbolic
         scores=SCORES.name in step.extra_outputs,
     )
     contract = replace(entry, halves=halves).split_contract
-    lower, upper = split_graph(model, contract)
-    for graph, name in (
-        (lower, halves.lower),
-        (upper, halves.upper),
-        (make_compaction_graph(contract.lower), halves.lower_compaction),
-        (make_compaction_graph(contract.upper), halves.upper_compaction),
-    ):
-        ir.save(graph, job.folder / name)
+    sides = map(make_compaction_graph, (contract.lower, contract.upper))
+    graphs = *derived.split_graph(model, contract), *sides
+    for graph, file in zip(graphs, files.values(), strict=True):
+        ir.save(graph, file)
     return halves
 
 
 def write_tree(job: Job, entry: GraphEntry) -> GraphEntry:
     """Write the tree graph and its compaction, if the model can have a tree graph."""
-    model = _as_tree(job, entry, ir.load(job.folder / entry.file))
-    if model is None:
+    model = ir.load(job.folder / entry.file)
+    if not _become_tree(job, entry, model):
         return entry
     tree, compaction = map(job.graph_file, ("tree", "compaction"))
     ir.save(model, tree)
@@ -283,10 +273,8 @@ _PAGE, _LARGE = 4096, 1 << 16  # Large tensors begin at a page, to be mapped alo
 def share_weights(file: Path, other: Path) -> None:
     """Let the graph `file` read equal tensors from the weights file of `other`."""
     model = onnx.load(file, load_external_data=False)
-    theirs = {
-        _tensor_digest(other.parent, tensor): tensor
-        for tensor in _external_tensors(onnx.load(other, load_external_data=False))
-    }
+    lent = _external_tensors(onnx.load(other, load_external_data=False))
+    theirs = {_tensor_digest(other.parent, tensor): tensor for tensor in lent}
     tensors = _external_tensors(model)
     if not tensors:
         return

@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,14 +20,10 @@ from jetdraft.errors import OptionError
 from jetdraft.export.draft_vocab import frequent_tokens
 from jetdraft.export.export_options import ExportOptions
 from jetdraft.export.graphs import Progress
+from jetdraft.quant import choice as choices
 from jetdraft.quant.blocks import Floats
 from jetdraft.quant.calibration import Windows, own_attention, second_moments
-from jetdraft.quant.choice import (
-    DrafterChoice,
-    Sensitivity,
-    choose_drafter_recipe,
-    choose_recipe,
-)
+from jetdraft.quant.choice import choose_drafter_recipe
 from jetdraft.quant.divergence import Divergence
 from jetdraft.quant.grids import GridMatrix
 from jetdraft.recipe import KERNELS, RUNGS, Recipe
@@ -53,8 +49,7 @@ TEMPERATURE = 0.8  # The temperature at which replies are sampled.
 
 
 def sample_text(
-    checkpoint: Checkpoint,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    checkpoint: Checkpoint, progress: Callable[[int, int], None] = lambda *state: None
 ) -> Windows:
     """Sample replies of the model to `QUESTIONS`, with a fixed seed, as windows."""
     prompts = question_prompts(checkpoint)
@@ -141,7 +136,7 @@ class Measures:
         target, file = self.checkpoints[TARGET], self.options.calibration
         if file is not None:
             return Windows.of(file, target.tokenizer, self.contracts[TARGET].capacity)
-        return sample_text(target, lambda done, of: self.report("write text", done, of))
+        return sample_text(target, partial(self.report, "write text"))
 
     def moments(self, name: str) -> dict[str, Floats]:
         """Return second moments by weight name; llama.cpp's types take a diagonal."""
@@ -200,12 +195,11 @@ class Measures:
                 f"{target.source} is quantized already, so its layers cannot get more "
                 "bits; leave the limit out"
             )
-        divergence, recipe = (self._divergence(TARGET), self.options.recipe_of(TARGET))
+        divergence, recipe = self._divergence(TARGET), self.options.recipe_of(TARGET)
+        find = choices.Sensitivity(divergence, recipe).find_mix
+        tell = partial(self.report, "measure layers")
         with own_attention(target.model):
-            mix, self.kl[TARGET] = Sensitivity(divergence, recipe).find_mix(
-                self.options.limit,
-                lambda done, of: self.report("measure layers", done, of),
-            )
+            mix, self.kl[TARGET] = find(self.options.limit, tell)
         return mix
 
     def _choose_recipe(self, target: Checkpoint) -> Recipe:
@@ -218,7 +212,8 @@ class Measures:
         except OptionError:  # matrices that no unit contains
             return safe
         with own_attention(target.model):
-            recipe, self.kl[TARGET] = choose_recipe(divergence, kernel, self.report)
+            chosen = choices.choose_recipe(divergence, kernel, self.report)
+        recipe, self.kl[TARGET] = chosen
         return recipe
 
     @property
@@ -231,15 +226,13 @@ class Measures:
             and all(c.packed is None for c in self.checkpoints.values())
         )
 
-    def _choose_drafter_recipe(self, target: Checkpoint) -> DrafterChoice:
+    def _choose_drafter_recipe(self, target: Checkpoint) -> choices.DrafterChoice:
         recipe, windows = self.options.recipe_of(TARGET), self.windows
         kernel = self.options.kernel_of(DRAFTER)
         if self.head is None:
             models = self._divergence(TARGET), self._divergence(DRAFTER)
-            with (
-                own_attention(target.model),
-                own_attention(self.checkpoints[DRAFTER].model),
-            ):
+            drafter = self.checkpoints[DRAFTER].model
+            with own_attention(target.model), own_attention(drafter):
                 return choose_drafter_recipe(*models, recipe, kernel, self.ids)
         windows = Windows(windows.ids, min(windows.scored, windows.ids.shape[1] - 1))
         assert target.taps is not None
@@ -280,9 +273,7 @@ class ReadingHead(nn.Module):
     def get_output_embeddings(self) -> Any:
         return self._others[1].lm_head
 
-    def forward(
-        self, ids: Tensor, use_cache: bool, logits_to_keep: int
-    ) -> SimpleNamespace:
+    def forward(self, ids: Tensor, use_cache: bool, logits_to_keep: int) -> Any:
         """Return logits [b, n, vocabulary] of the last n < m tokens of `ids` [b, m]."""
         target, head, taps = self._others
         with taps.watching(target) as features:

@@ -244,10 +244,8 @@ def _refuse_measuring(options: Any) -> None:
     }
     for option, is_given in needs_measures.items():
         if is_given:
-            raise OptionError(
-                f"a fast export measures nothing, and {option} takes measures; leave "
-                "one of the two out"
-            )
+            fact = f"a fast export measures nothing, and {option} takes measures"
+            raise OptionError(f"{fact}; leave one of the two out")
 
 
 def _check_fits(request: ExportRequest) -> None:

@@ -11,15 +11,7 @@ import torch
 from torch import Tensor
 
 from jetdraft.bundle import TARGET
-from jetdraft.checkpoints.attention import (
-    IMPLEMENTATION,
-    SOURCE_ATTENTION,
-    PassThroughCache,
-    StepState,
-    attending,
-    attends_both_ways,
-    set_attention,
-)
+from jetdraft.checkpoints import attention
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.contracts.constants import FRAMES_PER_SLOT, WIDEST
 from jetdraft.contracts.step_contract import StepContract
@@ -71,34 +63,34 @@ def check_seams(model: Any, contract: StepContract) -> None:
     ids = torch.randint(contract.vocab_size, (1, tokens), generator=generator)
     with exporting(model), torch.no_grad():
         seam_logits, windows = _two_passes(Step(model, contract), ids, tokens)
-        with _own_attention(model, IMPLEMENTATION):
+        with _own_attention(model, attention.IMPLEMENTATION):
             own_logits = model(input_ids=ids, use_cache=False).logits.float()
-    gap = _gap_of(seam_logits, own_logits)
     # These tokens are too few to notice a window that the model does not pass on.
     too_wide = window > tokens // 2 and window < contract.capacity and not any(windows)
-    if not gap <= TOLERANCE[dtype_of(contract)] or too_wide:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} attends in a way that does not reach "
-            f"AttentionInterface (its logits differ by {gap:.0%}); see "
-            "docs/models.md"
-        )
+    fact = "attends in a way that does not reach AttentionInterface"
+    _check_gap(model, contract, (seam_logits, own_logits), fact, too_wide)
     _check_last_position(model, contract)
 
 
 @contextmanager
 def _own_attention(model: Any, name: str) -> Iterator[None]:
     """Let a model attend by transformers' own code in the block, then as `name`."""
-    set_attention(model, "eager")
+    attention.set_attention(model, "eager")
     try:
         yield
     finally:
-        set_attention(model, name)
+        attention.set_attention(model, name)
 
 
-def _gap_of(seam_logits: Tensor, own_logits: Tensor) -> float:
-    """The largest difference of logits, as a share of the model's largest logit."""
-    largest = own_logits.abs().max().clamp(min=1e-6)
-    return float((seam_logits - own_logits).abs().max() / largest)
+def _check_gap(
+    model: Any, of: StepContract, both: tuple[Tensor, Tensor], fact: str, wrong: bool
+) -> None:
+    """Raise `UnsupportedModelError` if logits differ by too much of the largest."""
+    seam, own = both
+    gap = float((seam - own).abs().max() / own.abs().max().clamp(min=1e-6))
+    if wrong or not gap <= TOLERANCE[dtype_of(of)]:
+        fact = f"{type(model).__name__} {fact} (its logits differ by {gap:.0%})"
+        raise UnsupportedModelError(f"{fact}; see docs/models.md")
 
 
 def _two_passes(
@@ -106,11 +98,8 @@ def _two_passes(
 ) -> tuple[Tensor, set[int]]:
     """Return logits of `ids` [1, n], read in two passes, and the layers' windows."""
     dtype, count = dtype_of(step.contract), ids.shape[1]
-    past = [
-        torch.zeros(1, heads, slots, size, dtype=dtype)
-        for heads, size in step.contract.kv_shapes
-        for _ in ("key", "value")
-    ]
+    shapes = [(1, n, slots, size) for n, size in step.contract.kv_shapes for _ in "kv"]
+    past = [torch.zeros(shape, dtype=dtype) for shape in shapes]
     states = step.contract.state_tensors("past")
     past += [zeros(spec) for spec in states]
     logits, windows, kept = [], set(), 0
@@ -134,29 +123,22 @@ def _two_passes(
 
 def _check_last_position(model: Any, contract: StepContract) -> None:
     one = torch.ones(1, dtype=torch.int32)
-    past = [
-        (torch.zeros(1, heads, 1, size, dtype=dtype_of(contract)),) * 2
-        for heads, size in contract.kv_shapes
-    ]
-    state = StepState(cursor=one - 1, last_row=one - 1, total_length=one, past=past)
+    shapes, dtype = contract.kv_shapes, dtype_of(contract)
+    past = [(torch.zeros(1, n, 1, size, dtype=dtype),) * 2 for n, size in shapes]
+    state = attention.StepState(one - 1, one - 1, one, past)
+    last = torch.full((1, 1), contract.capacity - 1)
+    cache = attention.PassThroughCache()
     try:
-        with attending(state), torch.no_grad():
-            model(
-                input_ids=torch.zeros(1, 1, dtype=torch.long),
-                position_ids=torch.full((1, 1), contract.capacity - 1),
-                past_key_values=PassThroughCache(),
-                use_cache=True,
-            )
+        with attention.attending(state), torch.no_grad():
+            model(last * 0, position_ids=last, past_key_values=cache, use_cache=True)
     except IndexError as error:
         limit = model.config.get_text_config(decoder=True).max_position_embeddings
         raise _capacity_error(model, limit) from error
 
 
 def _capacity_error(model: Any, limit: int) -> UnsupportedModelError:
-    return UnsupportedModelError(
-        f"{type(model).__name__} has {limit} positions; export with --capacity "
-        f"{limit} or less"
-    )
+    fact = f"{type(model).__name__} has {limit} positions"
+    return UnsupportedModelError(f"{fact}; export with --capacity {limit} or less")
 
 
 _SOURCE_TOKENS = 24  # The most tokens of source and text that are compared.
@@ -167,13 +149,12 @@ def source_kv_shapes(model: Any) -> tuple[tuple[int, int], ...]:
     row = torch.zeros(1, 1, dtype=torch.long)
     bins, slots = source_sizes(model)
     source = torch.zeros(1, bins, FRAMES_PER_SLOT * slots) if bins else row
-    own_attention = _own_attention(model, SOURCE_ATTENTION)
+    own_attention = _own_attention(model, attention.SOURCE_ATTENTION)
     with exporting(model), own_attention, torch.no_grad():
         caches = model(source, decoder_input_ids=row, use_cache=True).past_key_values
-        shapes, across = (
-            tuple((x.keys.shape[1], x.keys.shape[3]) for x in cache.layers)
-            for cache in (caches.self_attention_cache, caches.cross_attention_cache)
-        )
+        both = caches.self_attention_cache, caches.cross_attention_cache
+        keys = ([layer.keys for layer in cache.layers] for cache in both)
+        shapes, across = (tuple((x.shape[1], x.shape[3]) for x in own) for own in keys)
     if shapes != across:
         raise UnsupportedModelError(
             f"{type(model).__name__} attends to the source with other heads than to "
@@ -195,17 +176,13 @@ def check_source_seams(model: Any, contract: StepContract) -> None:
         length = torch.tensor([filled], dtype=torch.int32)
         step, slots = SourceStep(model, contract), contract.slots
         seam_logits, _ = _two_passes(step, ids, slots, length, *cross)
-        with _own_attention(model, SOURCE_ATTENTION):
+        with _own_attention(model, attention.SOURCE_ATTENTION):
             own_logits = model(source, decoder_input_ids=ids).logits.float()
         limit = position_limit(model)
         if limit is not None and contract.capacity > limit:
             raise _capacity_error(model, limit)
-    gap = _gap_of(seam_logits, own_logits)
-    if not gap <= TOLERANCE[dtype_of(contract)]:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} computes something that does not reach the seams "
-            f"(its logits differ by {gap:.0%}); see docs/models.md"
-        )
+    fact = "computes something that does not reach the seams"
+    _check_gap(model, contract, (seam_logits, own_logits), fact, False)
 
 
 def position_limit(model: Any) -> int | None:
@@ -226,6 +203,6 @@ def settle_source(checkpoint: Checkpoint, options: ExportOptions) -> ExportOptio
     recipe, slots = options.recipe or safe, options.capacity
     if checkpoint.speech is not None:
         slots = min(slots, position_limit(checkpoint.model) or slots)
-    whole = attends_both_ways(checkpoint.model.config)
+    whole = attention.attends_both_ways(checkpoint.model.config)
     width = slots if whole else min(options.max_width, slots)
     return replace(options, recipe=recipe, fast=True, capacity=slots, max_width=width)

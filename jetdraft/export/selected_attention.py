@@ -8,6 +8,7 @@ stays while the mean query is like the query that made it.
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -82,25 +83,16 @@ class SelectedAttention:
         self.name = str(self.rows.name).replace("past_rows", "selection")
         numbers = node.attributes.get_int
         self.heads, self.kv_heads = numbers("num_heads", 0), numbers("kv_num_heads", 0)
-        past = node.inputs[3]
-        assert past is not None
-        assert past.shape is not None
-        self.size = int(past.shape[3])  # type: ignore[arg-type]  # never symbolic
+        past: Any = node.inputs[3]
+        self.size = int(past.shape[3])  # never symbolic
         self.groups = self.heads // self.kv_heads
         self.scale = node.attributes.get_float("scale", self.size**-0.5)
 
     def whole_branch(self) -> ir.Graph:
         """Make the branch with the unchanged attention; it returns the same state."""
         branch, node = Branch(self.graph, f"{self.name}.whole"), self.node
-        copy = branch.add(
-            ir.Node(
-                node.domain,
-                node.op_type,
-                node.inputs,
-                node.attributes.values(),
-                num_outputs=len(node.outputs),
-            )
-        )
+        own = node.domain, node.op_type, node.inputs, node.attributes.values()
+        copy = branch.add(ir.Node(*own, num_outputs=len(node.outputs)))
         state = [branch("Identity", value) for value in self.state]
         return branch.build(_typed([*copy, *state], [*node.outputs, *self.state]))
 
@@ -112,18 +104,16 @@ class SelectedAttention:
         last = branch("Cast", self.node.inputs[5], to=ir.DataType.INT64)
         end = branch("Add", last, branch.vector(1))
         start = branch("Sub", end, count)
-        keys, values = (
-            branch("TensorScatter", past, self._by_head(branch, rows), start, axis=2)
-            for past, rows in zip(self.node.inputs[3:5], (key, value), strict=True)
-        )
+        rows = (self._by_head(branch, own) for own in (key, value))
+        pairs = zip(self.node.inputs[3:5], rows, strict=True)
+        keys, values = (branch("TensorScatter", *p, start, axis=2) for p in pairs)
         queries = branch.reshape(query, 1, -1, self.kv_heads, self.groups, self.size)
         state = self._update_selection(branch, queries, keys, start)
         near = branch("Sub", start, branch.vector(self.selection.recent))
         slots = branch("Range", *self._range_inputs(branch, near, end))
         chosen = self._read_slots(branch, state[0], slots)
-        few_keys, few_values = (
-            branch("GatherND", rows, chosen, batch_dims=2) for rows in (keys, values)
-        )
+        few_keys = branch("GatherND", keys, chosen, batch_dims=2)
+        few_values = branch("GatherND", values, chosen, batch_dims=2)
         if self.shifts is not None:
             few_keys = self._shift_keys(branch, few_keys, chosen, end, self.shifts)
         by_head = branch("Transpose", queries, perm=[0, 2, 3, 1, 4])
@@ -151,30 +141,24 @@ class SelectedAttention:
         else:
             rows = [value for value in node.inputs[:3] if value is not None]
         if node.attributes.get_int("do_rotary", 0):
-            cosines, sines, positions = node.inputs[7:10]
-            interleaved = node.attributes.get_int("rotary_interleaved", 0)
+            *tables, positions = node.inputs[7:10]
             for place in (0, 1):
-                inputs = rows[place], positions, cosines, sines
-                rows[place] = branch(
-                    "RotaryEmbedding",
-                    *inputs,
-                    domain=CONTRIB_DOMAIN,
-                    interleaved=interleaved,
-                )
+                rows[place] = self._rotate(branch, rows[place], positions, *tables)
         return rows
+
+    def _rotate(self, branch: Branch, *inputs: Value | None) -> Value:
+        """Rotate rows at positions, by tables of cosines and of sines."""
+        interleaved = self.node.attributes.get_int("rotary_interleaved", 0)
+        how: Any = {"domain": CONTRIB_DOMAIN, "interleaved": interleaved}
+        return branch("RotaryEmbedding", *inputs, **how)
 
     def _by_head(self, branch: Branch, rows: Value) -> Value:
         split = branch.reshape(rows, 1, -1, self.kv_heads, self.size)
         return branch("Transpose", split, perm=[0, 2, 1, 3])
 
     def _scores(self, branch: Branch, queries: Value, keys: Value) -> Value:
-        return branch(
-            "FusedMatMul",
-            *(queries, keys),
-            domain=CONTRIB_DOMAIN,
-            transB=1,
-            alpha=float(self.scale),
-        )
+        how: Any = {"domain": CONTRIB_DOMAIN, "transB": 1, "alpha": float(self.scale)}
+        return branch("FusedMatMul", queries, keys, **how)
 
     def _update_selection(
         self, branch: Branch, queries: Value, keys: Value, start: Value
@@ -209,9 +193,8 @@ class SelectedAttention:
         most = branch.vector(self.selection.voted)
         _, places = branch.several("TopK", 2, total, most, axis=-1, sorted=0)
         if self.shifts is not None:  # shifted keys keep their order
-            places, _ = branch.several(
-                "TopK", 2, places, most, axis=-1, largest=0, sorted=1
-            )
+            order: Any = {"largest": 0, "sorted": 1}
+            places, _ = branch.several("TopK", 2, places, most, axis=-1, **order)
         return branch("Add", places, first)
 
     def _read_slots(self, branch: Branch, voted: Value, slots: Value) -> Value:
@@ -238,32 +221,20 @@ class SelectedAttention:
         positions = far("Range", *self._range_inputs(far, begin, end))
         distance = far("Sub", positions, far.reshape(chosen, self.kv_heads, -1))
         rows = far.reshape(keys, self.kv_heads, 1, -1, self.size)
-        shifted = far(
-            "RotaryEmbedding",
-            *(rows, distance, *self.node.inputs[7:9]),
-            domain=CONTRIB_DOMAIN,
-            interleaved=self.node.attributes.get_int("rotary_interleaved", 0),
-        )
+        shifted = self._rotate(far, rows, distance, *self.node.inputs[7:9])
         beyond = far.build([far.reshape(shifted, 1, self.kv_heads, -1, self.size)])
         within = near.build([near("Identity", keys)])
         return branch("If", shifts, then_branch=beyond, else_branch=within)
 
     def _hiding_bias(
-        self,
-        branch: Branch,
-        slots: Value,
-        bounds: tuple[Value, Value, Value],
-        count: Value,
+        self, branch: Branch, slots: Value, bounds: tuple[Value, ...], count: Value
     ) -> Value:
         """Return the bias [n, t], the attention's own from the recent rows on."""
         start, near, end = bounds
-        rows = branch.reshape(
-            branch("Range", *self._range_inputs(branch, start, end)), count, 1
-        )
-        later = branch("Greater", slots, rows)
-        hidden = branch(
-            "Mul", branch("Cast", later, to=ir.DataType.FLOAT), branch.scalar(HIDDEN)
-        )
+        numbers = branch("Range", *self._range_inputs(branch, start, end))
+        later = branch("Greater", slots, branch.reshape(numbers, count, 1))
+        floats = branch("Cast", later, to=ir.DataType.FLOAT)
+        hidden = branch("Mul", floats, branch.scalar(HIDDEN))
         bias = self.node.inputs[10] if len(self.node.inputs) > 10 else None
         if bias is not None:
             own = branch("Slice", bias, near, end, branch.vector(3))
@@ -291,17 +262,17 @@ def add_selection(
     graph = model.graph
     nodes = attentions(graph)
     softcaps = (node.attributes.get_float("softcap", 0.0) for node in nodes)
-    if windowed(graph) or any(softcaps) or any(map(has_sinks, nodes)):
-        raise UnsupportedModelError(
-            f"{checkpoint.source} attends in sliding windows, with a softcap or with "
-            "sinks, and --select-kv needs plain attention; leave it out"
-        )
     heads = {node.attributes.get_int("num_heads", 0) for node in nodes}
-    if len(heads) != 1 or any(map(is_shared, nodes)):
-        raise UnsupportedModelError(
-            f"{checkpoint.source} has layers of different heads, or that share keys, "
-            "and --select-kv needs equal layers; leave it out"
-        )
+    for is_wrong, fact in (
+        (windowed(graph) or any(softcaps) or any(map(has_sinks, nodes)),
+         "attends in sliding windows, with a softcap or with sinks, and --select-kv "
+         "needs plain attention"),
+        (len(heads) != 1 or any(map(is_shared, nodes)),
+         "has layers of different heads, or that share keys, and --select-kv needs "
+         "equal layers"),
+    ):  # fmt: skip
+        if is_wrong:
+            raise UnsupportedModelError(f"{checkpoint.source} {fact}; leave it out")
     selection = Selection(rows, heads.pop())
     length = _shifting_length(checkpoint, contract, nodes, rows)
     _add_branches(graph, replace(contract, selection=selection), length)
@@ -347,22 +318,21 @@ def _add_branches(graph: ir.Graph, contract: StepContract, length: int | None) -
     selecting = new_value(SELECTING)
     graph.inputs.extend([selecting, *inputs.values()])
     nodes = attentions(graph)
-    make = Maker(graph, nodes[0])
-    is_selecting = _add_is_selecting(make, nodes[0], selecting, selection)
+    make, read = Maker(graph, nodes[0]), nodes[0].inputs
+    rows = make("Cast", make("Shape", read[0], start=1, end=2), to=ir.DataType.INT32)
+    enough = make("Sub", read[5], rows), selection.rows - 2  # the last committed
+    is_selecting = _add_both_above(make, (selecting, int(Reading.ALL)), enough)
     shifts = None
     if length is not None:
         mode = selecting, int(Reading.SELECTED)
-        shifts = _add_both_above(make, mode, (nodes[0].inputs[5], length - 1))
+        shifts = _add_both_above(make, mode, (read[5], length - 1))
     for node in nodes:
-        past = node.inputs[3]
-        assert past is not None
+        past: Any = node.inputs[3]
         layer = int(str(past.name).partition(".")[2])
         state = tuple(inputs[f"past_{kind}.{layer}"] for kind in ("rows", "query"))
         attention = SelectedAttention(graph, node, state, selection, shifts)
-        branches = {
-            "then_branch": attention.selected_branch(),
-            "else_branch": attention.whole_branch(),
-        }
+        branches = {"then_branch": attention.selected_branch()}
+        branches["else_branch"] = attention.whole_branch()
         choice = ir.node("If", [is_selecting], branches, num_outputs=5)
         specs = contract.selections("present")
         after = [new_value(s) for s in specs if s.name.endswith(f".{layer}")]
@@ -373,17 +343,6 @@ def _add_branches(graph: ir.Graph, contract: StepContract, length: int | None) -
         graph.remove(node)
         rows.name, query.name = (value.name for value in after)
         graph.outputs.extend([rows, query])
-
-
-def _add_is_selecting(
-    make: Maker, first: ir.Node, selecting: ir.Value, selection: Selection
-) -> ir.Value:
-    """Add a bool [1]: whether the pass selects, and the cache holds enough rows."""
-    rows = make("Shape", first.inputs[0], start=1, end=2)
-    count = make("Cast", rows, to=ir.DataType.INT32)
-    newest = make("Sub", first.inputs[5], count)  # the last committed
-    mode = selecting, int(Reading.ALL)
-    return _add_both_above(make, mode, (newest, selection.rows - 2))
 
 
 def _add_both_above(make: Maker, *pairs: tuple[ir.Value | None, int]) -> ir.Value:

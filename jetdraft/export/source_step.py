@@ -9,16 +9,8 @@ from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutput
 
 from jetdraft.bundle import PATCHES, Vision
-from jetdraft.checkpoints.attention import (
-    CrossCache,
-    KeysAndValues,
-    SourceState,
-    StepState,
-    answering_rows,
-    at_positions,
-    distance_bias,
-    relative_bias_module,
-)
+from jetdraft.checkpoints import attention
+from jetdraft.checkpoints.attention import KeysAndValues, SourceState, StepState
 from jetdraft.contracts.constants import HIDDEN
 from jetdraft.contracts.step_contract import StepContract
 from jetdraft.contracts.tensors import TensorSpec
@@ -83,11 +75,10 @@ class SourceStep(Step):
     def logits(
         self, state: Any, input_ids: Tensor, position_ids: Tensor, answer_rows: Tensor
     ) -> Tensor:
-        rows = slice(None), answer_rows
-        with at_positions(self.model, position_ids), answering_rows(self.model, rows):
-            logits: Tensor = self.model(
-                decoder_input_ids=input_ids, **self.model_inputs(self._cross)
-            ).logits
+        answered = attention.answering_rows(self.model, (slice(None), answer_rows))
+        inputs = self.model_inputs(self._cross)
+        with attention.at_positions(self.model, position_ids), answered:
+            logits: Tensor = self.model(decoder_input_ids=input_ids, **inputs).logits
         return logits.float()
 
     def model_inputs(self, cross: KeysAndValues) -> dict[str, Any]:
@@ -97,7 +88,7 @@ class SourceStep(Step):
         states = torch.zeros(1, 1, width, dtype=dtype_of(self.contract))
         return {
             "encoder_outputs": BaseModelOutput(last_hidden_state=states),
-            "past_key_values": CrossCache(cross),
+            "past_key_values": attention.CrossCache(cross),
             "use_cache": True,
         }
 
@@ -107,20 +98,14 @@ class SourceStep(Step):
         """Return `plain` with `bias`, and with a bias that hides empty source slots."""
         slots = torch.arange(self.contract.source_slots)
         beyond = (slots >= source_length).to(dtype_of(self.contract)) * HIDDEN
-        return SourceState(
-            plain.cursor,
-            plain.last_row,
-            plain.total_length,
-            plain.past,
-            bias=bias,
-            source_bias=beyond[None, None, None],
-        )
+        own = plain.cursor, plain.last_row, plain.total_length, plain.past
+        return SourceState(*own, bias=bias, source_bias=beyond[None, None, None])
 
     def slot_distance_bias(
         self, rows: Tensor, positions: Tensor, cursor: Tensor, both_ways: bool = False
     ) -> Tensor | None:
         """Return the bias [1, heads, n, slots] by distance, if the model has such."""
-        if relative_bias_module(self.model) is None:
+        if attention.relative_bias_module(self.model) is None:
             return None
         slots = torch.arange(self.contract.slots)
         place = (slots - cursor).clamp(min=0)
@@ -128,7 +113,7 @@ class SourceStep(Step):
         place = torch.minimum(place, torch.ones_like(positions).sum() - 1)
         own = positions[0].gather(0, place)
         taken = torch.where(slots < cursor, slots, own)
-        return distance_bias(self.model, rows, taken[None], both_ways)
+        return attention.distance_bias(self.model, rows, taken[None], both_ways)
 
 
 class EncoderStep(Step):
@@ -159,10 +144,8 @@ class EncoderStep(Step):
             source = source.to(dtype_of(self.contract))
         states = self.model.get_encoder()(source).last_hidden_state
         sides = [side for m in cross_attentions(self.model) for side in kv_layers(m)]
-        return [
-            _as_buffer(side(states), spec.shape, fills)
-            for side, spec in zip(sides, self.contract.cross_inputs, strict=True)
-        ]
+        pairs = zip(sides, self.contract.cross_inputs, strict=True)
+        return [_as_buffer(side(states), spec.shape, fills) for side, spec in pairs]
 
 
 class VisionStep(Step):

@@ -75,10 +75,8 @@ class Step(torch.nn.Module):
             STATE_ROWS.name: rows[:2],
         }
         inputs, buffers, _ = self.declared_tensors
-        return [
-            values.get(spec.name, zeros(spec, *sizes))
-            for spec in inputs[: len(inputs) - len(buffers)]
-        ]
+        others = inputs[: len(inputs) - len(buffers)]
+        return [values.get(spec.name, zeros(spec, *sizes)) for spec in others]
 
     def forward(self, *inputs: Any) -> list[Tensor]:
         """Return the contract's outputs, then extra outputs; inputs have that order."""
@@ -94,30 +92,23 @@ class Step(torch.nn.Module):
         with seeing(self.model, input_ids, position_ids, *rows[:seen]) as words:
             return self.outputs(state, words, position_ids, answer_rows)
 
-    def outputs(
-        self,
-        state: StepState,
-        input_ids: Tensor,
-        position_ids: Tensor,
-        answer_rows: Tensor,
-    ) -> list[Tensor]:
-        """Run a pass with `state`; return what `forward` returns."""
+    def outputs(self, state: StepState, *rows: Tensor) -> list[Tensor]:
+        """Run a pass with the arguments of `logits`; return what `forward` returns."""
         head, cut, features = (list[Tensor]() for _ in range(3))
         with contextlib.ExitStack() as hooks:
             hooks.enter_context(attending(state))
             lm_head = self.model.get_output_embeddings()
-            hooks.callback(watch_input(lm_head, head.append).remove)
+            hooks.enter_context(watch_input(lm_head, head.append))
             if self.cut:
                 first = decoder_layers(self.model)[-self.cut]
-                hooks.callback(watch_input(first, cut.append).remove)
+                hooks.enter_context(watch_input(first, cut.append))
             for taps in self.taps.values():
                 features = hooks.enter_context(cast(Taps, taps).watching(self.model))
-            logits = self.logits(state, input_ids, position_ids, answer_rows)
-        if logits.shape[1] != answer_rows.shape[0]:
-            raise UnsupportedModelError(
-                f"{type(self.model).__name__} ignores logits_to_keep; see "
-                "docs/models.md"
-            )
+            logits = self.logits(state, *rows)
+        name = type(self.model).__name__
+        if logits.shape[1] != rows[-1].shape[0]:
+            fact = f"{name} ignores logits_to_keep"
+            raise UnsupportedModelError(f"{fact}; see docs/models.md")
         self.windows = state.windows
         if len(state.present) != len(state.past):
             raise UnsupportedModelError(
@@ -127,24 +118,16 @@ class Step(torch.nn.Module):
         hidden = [head[0].float()] if self.contract.hidden_size else []
         if self.contract.experts:
             features.append(torch.cat(state.experts, 1)[None])
-        rows = [*self.answers(logits), *hidden, *features]
-        return [*rows, *present_buffers(state), *state.states.present, *cut]
+        answers = [*self.answers(logits), *hidden, *features]
+        return [*answers, *present_buffers(state), *state.states.present, *cut]
 
     def logits(
-        self,
-        state: StepState,
-        input_ids: Tensor,
-        position_ids: Tensor,
-        answer_rows: Tensor,
+        self, state: Any, input_ids: Tensor, position_ids: Tensor, answer_rows: Tensor
     ) -> Tensor:
         """Run the model; return the logits of the answered rows, float32 [1, m, n]."""
-        logits: Tensor = self.model(
-            input_ids=input_ids,
-            position_ids=position_ids,
-            past_key_values=PassThroughCache(),
-            use_cache=True,
-            logits_to_keep=answer_rows,
-        ).logits
+        cache = {"past_key_values": PassThroughCache(), "use_cache": True}
+        rows = {"position_ids": position_ids, "logits_to_keep": answer_rows}
+        logits: Tensor = self.model(input_ids=input_ids, **rows, **cache).logits
         return logits.float()
 
     def answers(self, logits: Tensor) -> list[Tensor]:
@@ -306,9 +289,8 @@ def exporting(model: Any) -> Iterator[None]:
                 raise cause from error
             innermost, cause = cause, cause.__cause__ or cause.__context__
         reason = (str(innermost).splitlines() or [type(innermost).__name__])[0]
-        raise UnsupportedModelError(
-            f"{type(model).__name__} cannot be exported ({reason}); see docs/models.md"
-        ) from error
+        fact = f"{type(model).__name__} cannot be exported ({reason})"
+        raise UnsupportedModelError(f"{fact}; see docs/models.md") from error
 
 
 class ProbeStep(Step):
@@ -368,11 +350,9 @@ class ProbeStep(Step):
         )
         return [*row_answers, *probe_answers, *present_buffers(state), *extra_outputs]
 
-    def run_model(
-        self, rows_and_probes: tuple[Tensor, ...], **options: Any
-    ) -> list[Tensor]:
+    def run_model(self, rows: tuple[Tensor, ...], **options: Any) -> list[Tensor]:
         """Run the model; return the logits, to which a subclass adds extra outputs."""
-        return [self.model(*rows_and_probes, **options)]
+        return [self.model(*rows, **options)]
 
 
 class StreamStep(ProbeStep):
@@ -386,21 +366,18 @@ class StreamStep(ProbeStep):
         self.cut = streamed.settings.layers
 
     def run_model(  # type: ignore[override]  # its graph has one more input
-        self, rows_and_probes: tuple[Tensor, ...], parents: Tensor, **extra: Any
+        self, rows: tuple[Tensor, ...], parents: Tensor, **extra: Any
     ) -> list[Tensor]:
         """Return logits, states at the cut, and scores of rows with these parents."""
-        logits, early, hidden = self.model(*rows_and_probes, early=slice(None), **extra)
+        logits, early, hidden = self.model(*rows, early=slice(None), **extra)
         # Each row's log probability after its parent, float32 [1, n].
-        early, tokens = early.float(), rows_and_probes[0]
+        early, tokens = early.float(), rows[0]
         chosen = early[:, parents].gather(-1, tokens[..., None])[..., 0]
         return [logits, hidden, chosen - torch.logsumexp(early, -1)[:, parents]]
 
 
 def write_probe_weights(file: Path, probed: ProbedModel, dtype: str) -> None:
     """Write an npz of the probes' weights, by names in the graph, and hash `base`."""
-    arrays: dict[str, Any] = {
-        name: weight.detach().numpy().astype(dtype)
-        for name, weight in probed.task.items()
-    }
+    arrays = {n: w.detach().numpy().astype(dtype) for n, w in probed.task.items()}
     arrays["base"] = np.array(probed.base)
-    np.savez(file, **arrays)
+    np.savez(file, **arrays)  # type: ignore[arg-type]

@@ -33,9 +33,7 @@ class KeptTraces:
     def __init__(self) -> None:
         self._files: dict[str, bytes] = {}
 
-    def get_or_make(
-        self, key: str | None, make: Callable[[], onnx_ir.Model]
-    ) -> onnx_ir.Model:
+    def get_or_make(self, key: str | None, make: Callable[[], Any]) -> Any:
         """Return the kept graph of that key; make it if there is no graph or no key."""
         if key is None:
             return make()
@@ -43,8 +41,7 @@ class KeptTraces:
         if file is None:
             file = onnx_ir.to_proto(make()).SerializeToString()
             self.write(key, file)
-        model: onnx_ir.Model = onnx_ir.from_proto(onnx.ModelProto.FromString(file))
-        return model
+        return onnx_ir.from_proto(onnx.ModelProto.FromString(file))
 
     def read(self, key: str) -> bytes | None:
         """Return the file of that key; None if it is not kept."""
@@ -91,9 +88,8 @@ def trace(step: Step, names: Mapping[int, str]) -> onnx_ir.Model:
     weights = {n.partition(".")[2]: weight for n, weight in step.named_parameters()}
     # The exporter wraps every cause in its own types.
     with exporting(step.decoder), _silencing_exporter(), torch.no_grad():
-        model = KEPT_TRACES.get_or_make(
-            fingerprint(step), lambda: _export_step(step, weights)
-        )
+        make = partial(_export_step, step, weights)
+        model: onnx_ir.Model = KEPT_TRACES.get_or_make(fingerprint(step), make)
     own = {name: weight for name, weight in weights.items() if id(weight) in names}
     make_inputs_constant(model, own, names)
     fold_graph(model)
@@ -107,20 +103,14 @@ def _export_step(step: Step, weights: Mapping[str, torch.Tensor]) -> onnx_ir.Mod
     extras = [zeros(spec, TRACED_ROWS) for spec in step.extra_inputs]
     empty = [torch.empty(w.shape, dtype=step.dtype_of(n)) for n, w in weights.items()]
     shapes = _dynamic_shapes(contract, (*inputs[: len(example)], *step.extra_inputs))
+    own, others = shapes[: len(example)], shapes[len(example) :]
     program = torch.onnx.export(
         _StepWithWeights(step, [name for name, _ in step.named_parameters()]),
         (*example, past, *extras, empty),
         dynamo=True,
         opset_version=OPSET,
         # The one parameter of `_StepWithWeights.forward`.
-        dynamic_shapes=(
-            (
-                *shapes[: len(example)],
-                [None] * len(past),
-                *shapes[len(example) :],
-                [None] * len(empty),
-            ),
-        ),
+        dynamic_shapes=((*own, [None] * len(past), *others, [None] * len(empty)),),
         input_names=[*(spec.name for spec in (*inputs, *step.extra_inputs)), *weights],
         output_names=[*(spec.name for spec in outputs), *step.extra_outputs],
         verbose=False,
@@ -142,15 +132,9 @@ def _dynamic_shapes(
     dims = {axis: torch.export.Dim(axis, min=1, max=widest) for axis in (ROWS, ANSWERS)}
     dims[PROBES] = torch.export.Dim(PROBES, min=0, max=16 * widest)
     dims[PREFIX] = torch.export.Dim(PREFIX, min=0, max=max(2, contract.prefix))
-    return [
-        {
-            index: dims.get(axis, torch.export.Dim.AUTO)
-            for index, axis in enumerate(spec.shape)
-            if isinstance(axis, str)
-        }
-        or None
-        for spec in specs
-    ]
+    shapes, auto = (enumerate(spec.shape) for spec in specs), torch.export.Dim.AUTO
+    named = ([(i, axis) for i, axis in own if isinstance(axis, str)] for own in shapes)
+    return [{i: dims.get(axis, auto) for i, axis in axes} or None for axes in named]
 
 
 def _pin_rotary_frequencies(model: Any, capacity: int) -> None:
@@ -165,9 +149,8 @@ def _pin_rotary_frequencies(model: Any, capacity: int) -> None:
                 continue
             parameters = module.config.rope_parameters
             parameters = parameters[name] if by_layer else parameters
-            limit = parameters.get(
-                "original_max_position_embeddings", module.original_max_seq_len
-            )
+            original = "original_max_position_embeddings"
+            limit = parameters.get(original, module.original_max_seq_len)
             if capacity > limit:
                 raise UnsupportedModelError(
                     f"{type(model).__name__} changes its {kind} frequencies beyond "
@@ -182,12 +165,8 @@ def _pin_rotary_frequencies(model: Any, capacity: int) -> None:
 @contextlib.contextmanager
 def _silencing_exporter() -> Iterator[None]:
     """Drop what the torch exporter prints and logs inside the block."""
-    with (
-        silenced(logging.ERROR),
-        warnings.catch_warnings(),
-        contextlib.redirect_stdout(io.StringIO()),
-    ):
-        warnings.simplefilter("ignore")
+    silent = silenced(logging.ERROR), contextlib.redirect_stdout(io.StringIO())
+    with silent[0], silent[1], warnings.catch_warnings(action="ignore"):
         yield
 
 
@@ -279,10 +258,8 @@ class _FingerprintWriter:
         for name in fields if isinstance(value, torch.nn.Module) else ():
             if name.startswith(_HOOK_FIELDS):
                 # torch counts the hooks of a process; here a step's are counted.
-                numbers = (
-                    self.hooks.setdefault(h, len(self.hooks)) for h in fields[name]
-                )
-                fields[name] = dict(zip(numbers, fields[name].values(), strict=True))
+                hooks, count = fields[name].items(), self.hooks
+                fields[name] = {count.setdefault(h, len(count)): v for h, v in hooks}
         self.write_all("fields", itertools.chain(*fields.items()))
 
     def _add(self, kind: str, text: str) -> None:

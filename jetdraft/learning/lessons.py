@@ -88,10 +88,8 @@ class Lessons:
             check_name(folder)
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
-            raise StoreError(
-                f"cannot make the folder {printable(folder)} ({error.strerror}); "
-                "choose another"
-            ) from error
+            fact = f"cannot make the folder {printable(folder)} ({error.strerror})"
+            raise StoreError(f"{fact}; choose another") from error
         self._file = StoreFile(folder / LESSONS_FILE, tokenizer, _TABLES)
         self._file.open()
 
@@ -137,10 +135,9 @@ class Lessons:
             with self._file.connect() as database:
                 yield database
         except DAMAGE as error:
-            raise StoreError(
-                f"cannot read {self._file.path} ({error}); clear it with jetdraft "
-                "store clear"
-            ) from error
+            fact = f"cannot read {self._file.path} ({error})"
+            fix = "clear it with jetdraft store clear"
+            raise StoreError(f"{fact}; {fix}") from error
 
     def clear(self, user: str = "") -> int:
         """Delete a user's lessons; returns their number. Raises `StoreError`."""
@@ -150,36 +147,25 @@ class Lessons:
 def _insert(database: sqlite3.Connection, lesson: Lesson, user: str) -> None:
     """Insert a lesson, then delete what is old or beyond the bounds."""
     parts = lesson.tokens, lesson.places, lesson.ids
-    database.execute(
-        "insert into lessons (user, kept, tokens, places, ids, logits)"
-        " values (?, ?, ?, ?, ?, ?)",
-        (
-            *(user, time.time()),
-            *(part.astype(np.uint32).tobytes() for part in parts),
-            lesson.logits.astype(np.float32).tobytes(),
-        ),
-    )
-    database.execute(
-        "delete from lessons where kept not between ? and ?", entry_times(MAX_DAYS)
-    )
-    latest = "select id from lessons where user = ? order by kept desc, id desc limit ?"
-    database.execute(
-        f"delete from lessons where user = ? and id not in ({latest})",
-        (user, user, MAX_LESSONS),
-    )
-    database.execute(
-        "delete from lessons where id not in"
-        " (select id from lessons order by kept desc, id desc limit ?)",
-        (MAX_IN_ALL,),
-    )
+    blobs = [part.astype(np.uint32).tobytes() for part in parts]
+    blobs.append(lesson.logits.astype(np.float32).tobytes())
+    insertion = "insert into lessons (user, kept, tokens, places, ids, logits)"
+    row = user, time.time(), *blobs
+    database.execute(f"{insertion} values (?, ?, ?, ?, ?, ?)", row)
+    delete, latest = "delete from lessons where", "order by kept desc, id desc limit ?"
+    database.execute(f"{delete} kept not between ? and ?", entry_times(MAX_DAYS))
+    kept = f"select id from lessons where user = ? {latest}"
+    deletion = f"{delete} user = ? and id not in ({kept})"
+    database.execute(deletion, (user, user, MAX_LESSONS))
+    kept = f"select id from lessons {latest}"
+    database.execute(f"{delete} id not in ({kept})", (MAX_IN_ALL,))
 
 
 def _parse_row(row: tuple[bytes, ...], vocab_size: int) -> Iterator[Lesson]:
     """Yield the lesson in a row, or nothing for a malformed row."""
     try:
-        tokens, places, ids = (
-            np.frombuffer(blob, np.uint32).astype(np.int64) for blob in row[:3]
-        )
+        numbers = (np.frombuffer(blob, np.uint32) for blob in row[:3])
+        tokens, places, ids = (array.astype(np.int64) for array in numbers)
         pairs = len(places), -1
         logits = np.frombuffer(row[3], np.float32).reshape(pairs)
         lesson = Lesson(tokens, places, ids.reshape(pairs), logits)
@@ -199,9 +185,8 @@ EARLY_TOKENS = 64  # Evaluated tokens after which a clear loss ends a trial.
 # Standard errors by which worse weights go early: a false alarm in 1 of 700 looks.
 CLEAR_LOSS = 3.0
 _HASH = re.compile("[0-9a-f]{64}")
-Name = Annotated[
-    str, Rule("a hash", lambda name: name == OWN or bool(_HASH.fullmatch(name)))
-]
+_IS_HASH = Rule("a hash", lambda name: name == OWN or bool(_HASH.fullmatch(name)))
+Name = Annotated[str, _IS_HASH]
 
 
 @dataclass(frozen=True)

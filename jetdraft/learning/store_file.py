@@ -76,9 +76,8 @@ class StoreFile:
     def move_damaged(self, error: Exception) -> None:
         """Move the file aside with a warning; `StoreError` unless `error` is damage."""
         if _is_inaccessible(error) or not _is_ours(self.path):
-            raise StoreError(
-                f"cannot use the store {self.path} ({error}); choose another file"
-            ) from error
+            fact = f"cannot use the store {self.path} ({error})"
+            raise StoreError(f"{fact}; choose another file") from error
         warnings.warn(
             f"the store {self.path} is damaged; it was moved to "
             f"{_move_aside(self.path)} and a new store is begun",
@@ -99,24 +98,19 @@ class StoreFile:
                 for file in self.path.parent.glob(names):
                     file.unlink(missing_ok=True)
         except (*DAMAGE, OSError) as error:
-            raise StoreError(
-                f"cannot clear {self.path} ({error}); try again"
-            ) from error
+            fact = f"cannot clear {self.path} ({error})"
+            raise StoreError(f"{fact}; try again") from error
         return count
 
     def _check_tokenizer(self, database: sqlite3.Connection) -> None:
         """Write the tokenizer into a new file; raise `StoreError` if it has another."""
         # One statement, since another process may be creating the file too.
-        database.execute(
-            "insert into about select ? where not exists (select 1 from about)",
-            (self.tokenizer,),
-        )
+        insertion = "insert into about select ? where not exists (select 1 from about)"
+        database.execute(insertion, (self.tokenizer,))
         [(owner,)] = database.execute("select tokenizer from about limit 1")
         if owner != self.tokenizer:
-            raise StoreError(
-                f"the store {self.path} belongs to another tokenizer; choose another "
-                "file"
-            )
+            fact = f"the store {self.path} belongs to another tokenizer"
+            raise StoreError(f"{fact}; choose another file")
 
 
 def entry_times(most_days: float) -> tuple[float, float]:
@@ -127,9 +121,8 @@ def entry_times(most_days: float) -> tuple[float, float]:
 def check_user(user: str) -> str:
     """Return the name of a user; raises `StoreError` if it is not printable."""
     if not user.isprintable():
-        raise StoreError(
-            f"user {user!r} has unprintable characters; choose another name"
-        )
+        fact = f"user {user!r} has unprintable characters"
+        raise StoreError(f"{fact}; choose another name")
     return user
 
 
@@ -142,10 +135,8 @@ def _create_or_check_owner(path: Path) -> None:
         if not path.is_file() or not _is_ours(path):
             raise StoreError(f"{path} is not a store of responses; choose another file")
     except OSError as error:
-        raise StoreError(
-            f"cannot write the store {printable(path)} ({error.strerror}); choose "
-            "another file"
-        ) from error
+        fact = f"cannot write the store {printable(path)} ({error.strerror})"
+        raise StoreError(f"{fact}; choose another file") from error
 
 
 def _is_ours(path: Path) -> bool:
@@ -161,15 +152,8 @@ def _is_ours(path: Path) -> bool:
 def _is_inaccessible(error: Exception) -> bool:
     """Whether the error means a file locked, read-only, or on a full or broken disk."""
     code = getattr(error, "sqlite_errorcode", 0) & 0xFF
-    return code in (
-        sqlite3.SQLITE_BUSY,
-        sqlite3.SQLITE_LOCKED,
-        sqlite3.SQLITE_PERM,
-        sqlite3.SQLITE_READONLY,
-        sqlite3.SQLITE_IOERR,
-        sqlite3.SQLITE_FULL,
-        sqlite3.SQLITE_CANTOPEN,
-    )
+    names = "BUSY", "LOCKED", "PERM", "READONLY", "IOERR", "FULL", "CANTOPEN"
+    return code in [getattr(sqlite3, f"SQLITE_{name}") for name in names]
 
 
 def _move_aside(path: Path) -> Path:

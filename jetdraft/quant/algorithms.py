@@ -12,15 +12,8 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
-from onnxruntime.quantization.matmul_nbits_quantizer import (
-    DefaultWeightOnlyQuantConfig,
-    DefaultWeightOnlyQuantizer,
-    HQQWeightOnlyQuantConfig,
-    HQQWeightOnlyQuantizer,
-)
-from onnxruntime.quantization.neural_compressor.weight_only import (
-    quant_tensor_k_quant_cpu,
-)
+from onnxruntime.quantization import matmul_nbits_quantizer as nbits
+from onnxruntime.quantization.neural_compressor import weight_only
 from torch import Tensor
 
 from jetdraft.quant.blocks import Blocks, Floats, into_blocks
@@ -36,12 +29,10 @@ GPTQ_COLUMNS = 4096  # Columns that are quantized at once, in double precision.
 
 def rtn(matrix: Floats, bits: int, block_size: int, moments: Floats | None) -> Blocks:
     """Round float [rows, columns] to nearest; ignore `moments`."""
-    config = DefaultWeightOnlyQuantConfig(
-        block_size=block_size, is_symmetric=True, bits=bits
-    )
-    quantizer = DefaultWeightOnlyQuantizer(config)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the read-only array is not written to
+    how = {"block_size": block_size, "is_symmetric": True, "bits": bits}
+    config = nbits.DefaultWeightOnlyQuantConfig(**how)
+    quantizer = nbits.DefaultWeightOnlyQuantizer(config)
+    with warnings.catch_warnings(action="ignore"):  # nothing writes to the array
         # In C order; torch transposes three times as fast as numpy.
         turned: Floats = torch.from_numpy(matrix).contiguous().numpy()
     packed, scales, _ = quantizer.qbits_block_quant(turned)
@@ -50,43 +41,31 @@ def rtn(matrix: Floats, bits: int, block_size: int, moments: Floats | None) -> B
     return Blocks(packed.reshape(*scales.shape, -1), scales, None, bits, rows)
 
 
-def k_quant(
-    matrix: Floats, bits: int, block_size: int, moments: Floats | None
-) -> Blocks:
+def k_quant(matrix: Floats, bits: int, size: int, moments: Floats | None) -> Blocks:
     """Find scale and zero of each block by least squares; ignore `moments`."""
-    blocks = into_blocks(matrix.T, block_size, np.float32)
-    columns, count, _ = blocks.shape
+    blocks = into_blocks(matrix.T, size, np.float32)
     with np.errstate(invalid="ignore", divide="ignore"):
-        results = quant_tensor_k_quant_cpu(blocks, bits, block_size)
-    integers, scales, zeros = results
-    return Blocks.of(
-        integers.reshape(blocks.shape).astype(np.uint8),
-        scales.reshape(columns, count).astype(matrix.dtype),
-        zeros.reshape(columns, count).astype(np.uint8),
-        bits,
-        len(matrix),
-    )
+        results = weight_only.quant_tensor_k_quant_cpu(blocks, bits, size)
+    integers = results[0].reshape(blocks.shape).astype(np.uint8)
+    scales, zeros = (result.reshape(blocks.shape[:2]) for result in results[1:])
+    parts = integers, scales.astype(matrix.dtype), zeros.astype(np.uint8)
+    return Blocks.of(*parts, bits, len(matrix))
 
 
 def hqq(matrix: Floats, bits: int, block_size: int, moments: Floats | None) -> Blocks:
     """Find the zero of each block by a robust norm; ignore `moments`."""
     blocks = into_blocks(matrix.T, block_size, np.float32)
     columns, count, _ = blocks.shape
-    quantizer = HQQWeightOnlyQuantizer(HQQWeightOnlyQuantConfig(block_size=block_size))
-    _, scales, zeros = quantizer.quantize_internal(
-        torch.from_numpy(blocks.reshape(columns, -1)), bits, group_size=block_size
-    )
+    config = nbits.HQQWeightOnlyQuantConfig(block_size=block_size)
+    quantize_blocks = nbits.HQQWeightOnlyQuantizer(config).quantize_internal
+    rows = torch.from_numpy(blocks.reshape(columns, -1))
+    _, scales, zeros = quantize_blocks(rows, bits, group_size=block_size)
     largest = (1 << bits) - 1
     scale = scales.numpy().reshape(columns, count, 1)
     zero = zeros.numpy().reshape(columns, count, 1).round().clip(0, largest)
-    integers = (blocks / scale + zero).round().clip(0, largest)
-    return Blocks.of(
-        integers.astype(np.uint8),
-        scale[..., 0].astype(matrix.dtype),
-        zero[..., 0].astype(np.uint8),
-        bits,
-        len(matrix),
-    )
+    integers = (blocks / scale + zero).round().clip(0, largest).astype(np.uint8)
+    parts = scale[..., 0].astype(matrix.dtype), zero[..., 0].astype(np.uint8)
+    return Blocks.of(integers, *parts, bits, len(matrix))
 
 
 def gptq(matrix: Floats, bits: int, block_size: int, moments: Floats | None) -> Blocks:
@@ -98,25 +77,21 @@ def gptq(matrix: Floats, bits: int, block_size: int, moments: Floats | None) -> 
     assert moments is not None
     filled = -(-len(matrix) // block_size) * block_size
     inverse = _inverse_factor(moments, filled)
-    starts = range(0, matrix.shape[1], GPTQ_COLUMNS)
+    starts, how = range(0, matrix.shape[1], GPTQ_COLUMNS), (bits, block_size, inverse)
     # The columns do not depend on each other.
     slices = [matrix[:, start : start + GPTQ_COLUMNS] for start in starts]
-    return Blocks.concatenated(
-        [_quantize_columns(columns, bits, block_size, inverse) for columns in slices]
-    )
+    return Blocks.concatenated([_quantize_columns(part, *how) for part in slices])
 
 
-def _quantize_columns(
-    matrix: Floats, bits: int, block_size: int, inverse: Tensor
-) -> Blocks:
+def _quantize_columns(matrix: Floats, bits: int, size: int, inverse: Tensor) -> Blocks:
     rows, middle = len(matrix), 1 << (bits - 1)
-    weights = torch.from_numpy(into_blocks(matrix.T, block_size, np.float64))
+    weights = torch.from_numpy(into_blocks(matrix.T, size, np.float64))
     columns, count, _ = weights.shape
     weights = weights.reshape(columns, -1)
     integers = torch.zeros(weights.shape, dtype=torch.uint8)
     scales = torch.zeros(columns, count, dtype=torch.double)
     for block in range(count):
-        own = slice(block * block_size, (block + 1) * block_size)
+        own = slice(block * size, (block + 1) * size)
         part, errors = weights[:, own], torch.zeros_like(weights[:, own])
         largest = part.gather(1, part.abs().argmax(1, keepdim=True))[:, 0]
         # Rounded to the stored type first, so that the errors include this rounding.
@@ -124,20 +99,15 @@ def _quantize_columns(
         scale = torch.where(scale == 0, 1.0, scale.double())
         scales[:, block] = scale
         triangle = inverse[own, own]
-        for place in range(block_size):
+        for place in range(size):
             integer = (part[:, place] / scale).round().clamp(-middle, middle - 1)
             error = (part[:, place] - integer * scale) / triangle[place, place]
             part[:, place:] -= error[:, None] * triangle[place, place:]
             integers[:, own.start + place] = (integer + middle).to(torch.uint8)
             errors[:, place] = error
         weights[:, own.stop :] -= errors @ inverse[own, own.stop :]
-    return Blocks.of(
-        integers.numpy().reshape(columns, count, block_size),
-        scales.numpy().astype(matrix.dtype),
-        None,
-        bits,
-        rows,
-    )
+    whole = integers.numpy().reshape(columns, count, size)
+    return Blocks.of(whole, scales.numpy().astype(matrix.dtype), None, bits, rows)
 
 
 def _inverse_factor(moments: Floats, size: int) -> Tensor:
@@ -155,9 +125,8 @@ def _inverse_factor(moments: Floats, size: int) -> Tensor:
 
 # Quantizes a matrix [rows, columns] by bits, block size and moments [rows, rows].
 Algorithm = Callable[[Floats, int, int, Floats | None], Blocks]
-ALGORITHMS: dict[str, Algorithm] = {
-    algorithm.__name__: algorithm for algorithm in (rtn, k_quant, hqq, gptq)
-}
+_ALL: tuple[Algorithm, ...] = (rtn, k_quant, hqq, gptq)
+ALGORITHMS = {algorithm.__name__: algorithm for algorithm in _ALL}
 
 
 def quantize(matrix: Floats, recipe: Recipe, moments: Floats | None) -> Matrix:

@@ -52,9 +52,8 @@ class Blocks:
     def select_columns(self, which: npt.NDArray[np.int64]) -> Blocks:
         """Return the matrix of the columns with the numbers `which`, int64 [n]."""
         zeros = None if self.zeros is None else self.zeros[which]
-        return replace(
-            self, packed=self.packed[which], scales=self.scales[which], zeros=zeros
-        )
+        packed, scales = self.packed[which], self.scales[which]
+        return replace(self, packed=packed, scales=scales, zeros=zeros)
 
     @property
     def form(self) -> object:

@@ -1,7 +1,7 @@
 """Measures the second moments of the inputs of a model's matrices over a text."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -42,10 +42,8 @@ class Windows:
         encoder = Tokenizer.from_str(tokenizer)
         tokens = encoder.encode(text, add_special_tokens=False).ids
         if len(tokens) < 2:
-            raise DataError(
-                f"{file} has {len(tokens)} tokens; give a text like those that the "
-                "model will write"
-            )
+            fact = f"{file} has {len(tokens)} tokens"
+            raise DataError(f"{fact}; give a text like those that the model will write")
         length = min(WINDOW, longest, len(tokens))
         count = len(tokens) // length
         ids = torch.tensor(tokens[: count * length]).reshape(count, length)
@@ -74,16 +72,13 @@ def second_moments(
     def hook(name: str) -> Any:
         return lambda layer, inputs: add(name, inputs[0])
 
-    modules = model.named_modules()
-    linear = [(n, m) for n, m in modules if isinstance(m, torch.nn.Linear)]
-    handles = [m.register_forward_pre_hook(hook(f"{n}.weight")) for n, m in linear]
-    try:
-        with own_attention(model), torch.no_grad():
-            for ids in windows.ids:
-                model(input_ids=ids[None], use_cache=False)
-    finally:
-        for handle in handles:
-            handle.remove()
+    with ExitStack() as hooks, own_attention(model), torch.no_grad():
+        for name, module in model.named_modules():
+            if isinstance(module, torch.nn.Linear):
+                watched = module.register_forward_pre_hook(hook(f"{name}.weight"))
+                hooks.enter_context(watched)
+        for ids in windows.ids:
+            model(input_ids=ids[None], use_cache=False)
     return {name: sums[owner] for name, owner in owners.items()}
 
 

@@ -1,9 +1,11 @@
 """Chooses recipes: the cheapest that keeps a target's text, and a pair's fastest."""
 
+import itertools
+from bisect import bisect_left
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import NamedTuple
 
 import torch
@@ -50,10 +52,9 @@ def choose_recipe(
     bases = [lower for lower in tried if RAISED.get(lower.scheme) == recipe.scheme]
     if bases:
         with suppress(OptionError):  # no mix is within the bound
-            mix, mix_kl = Sensitivity(divergence, bases[-1]).find_mix(
-                Limit(max_kl=bound),
-                lambda done, total: progress("measure layers", done, total),
-            )
+            tell = partial(progress, "measure layers")
+            sensitivity = Sensitivity(divergence, bases[-1])
+            mix, mix_kl = sensitivity.find_mix(Limit(max_kl=bound), tell)
             if divergence.bytes_of(mix) < MIX_SHARE * divergence.bytes_of(recipe):
                 return mix, mix_kl
     return recipe, kl
@@ -71,10 +72,8 @@ class Limit:
             raise OptionError("a limit is one number; give either max bytes or max KL")
         if not (self.max_bytes or self.max_kl or 0) > 0:
             name = "max KL" if self.max_bytes is None else "max bytes"
-            raise OptionError(
-                f"{name} {self.max_bytes or self.max_kl or 0} is out of range; give "
-                "more than 0"
-            )
+            fact = f"{name} {self.max_bytes or self.max_kl or 0} is out of range"
+            raise OptionError(f"{fact}; give more than 0")
 
 
 class Sensitivity:
@@ -85,9 +84,7 @@ class Sensitivity:
         self.recipe = recipe
 
     def find_mix(
-        self,
-        limit: Limit,
-        progress: Callable[[int, int], None] = lambda done, total: None,
+        self, limit: Limit, progress: Callable[[int, int], None] = lambda *state: None
     ) -> tuple[Recipe, float]:
         """Return a recipe in which some units have more bits, and its KL.
 
@@ -99,9 +96,8 @@ class Sensitivity:
         kl_per_byte = {}
         for done, unit in enumerate(candidates, start=1):
             # One batch is enough to put the units in an order.
-            kl = self.divergence.kl_of_units(
-                {unit: self.recipe.of_unit(unit)}, batches=1
-            )
+            alone = {unit: self.recipe.of_unit(unit)}
+            kl = self.divergence.kl_of_units(alone, batches=1)
             kl_per_byte[unit] = kl / self._added_bytes(unit)
             progress(done, len(candidates))
         order = sorted(candidates, key=lambda unit: kl_per_byte[unit], reverse=True)
@@ -142,20 +138,13 @@ class Sensitivity:
                 f"{mixes[len(order)][1]:.2g}; allow that much, or choose more bits or "
                 "smaller blocks"
             )
-        low, high = 0, len(order)
-        while low < high:
-            middle = (low + high) // 2
-            if enough(middle):
-                high = middle
-            else:
-                low = middle + 1
-        return mixes[high]
+        count = bisect_left(range(len(order)), True, key=enough)
+        return mixes[count]
 
     def _added_bytes(self, unit: Unit) -> int:
-        less, more = (
-            self.divergence.bytes_of_unit(unit, recipe.of_unit(unit))
-            for recipe in (self.recipe, self.recipe.raise_units([unit]))
-        )
+        both = (self.recipe, self.recipe.raise_units([unit]))
+        own = (recipe.of_unit(unit) for recipe in both)
+        less, more = (self.divergence.bytes_of_unit(unit, recipe) for recipe in own)
         return more - less
 
 
@@ -190,11 +179,9 @@ def choose_drafter_recipe(
 
     def speed(recipe: Recipe) -> float:
         acceptance, step_cost = overlap(recipe), PASS_BYTES + drafter.bytes_of(recipe)
-        return max(
-            sum(acceptance**n for n in range(count + 1))
-            / (pass_cost + count * step_cost)
-            for count in range(1, MAX_DRAFT_TOKENS + 1)
-        )
+        powers = (acceptance**n for n in range(MAX_DRAFT_TOKENS + 1))
+        tokens = enumerate(itertools.accumulate(powers))
+        return max(x / (pass_cost + k * step_cost) for k, x in tokens if k)
 
     full = overlap(Recipe("none"))
     small, large = map(Recipe.parse, DRAFTER_CHOICES[kernel])

@@ -101,11 +101,8 @@ class Divergence:
 
     def rounded(self, recipe: Recipe) -> dict[str, GridMatrix]:
         """Return the matrices that a recipe rounded to types of llama.cpp, by name."""
-        matrices = {
-            name: self._blocks.get((name, recipe.of_unit(unit)))
-            for unit, own in self.units.items()
-            for name in own
-        }
+        keys = [(n, recipe.of_unit(u)) for u, own in self.units.items() for n in own]
+        matrices = {key[0]: self._blocks.get(key) for key in keys}
         return {n: m for n, m in matrices.items() if isinstance(m, GridMatrix)}
 
     def _blocks_of(self, name: str, weight: "_Matrix", recipe: Recipe) -> Matrix:
@@ -113,10 +110,8 @@ class Divergence:
         key = name, recipe
         if key not in self._blocks:
             moments = self.moments.get(name)
-            parts: list[Any] = [
-                quantize(columns.detach().float().numpy().T, recipe, moments)
-                for columns in weight.matrices()
-            ]
+            floats = (columns.detach().float().numpy() for columns in weight.matrices())
+            parts: list[Any] = [quantize(x.T, recipe, moments) for x in floats]
             self._blocks[key] = _joined(parts) if parts[1:] else parts[0]
         return self._blocks[key]
 
@@ -216,15 +211,9 @@ def _rounding(
         setattr(module, weight.name, original)
 
     # First, since a model may convert its weights to compute.
-    hooks = (
-        weight.module.register_forward_pre_hook(before, prepend=True),
-        weight.module.register_forward_hook(after, always_call=True),
-    )
-    try:
+    first = weight.module.register_forward_pre_hook(before, prepend=True)
+    with first, weight.module.register_forward_hook(after, always_call=True):
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def round_to_int8(values: torch.Tensor, size: int) -> torch.Tensor:

@@ -23,10 +23,8 @@ Array = npt.NDArray[np.generic]
 
 def new_value(spec: TensorSpec) -> ir.Value:
     """Make a graph input or output with the name, type and shape of a declaration."""
-    dtype = ir.DataType.from_numpy(np.dtype(spec.dtype))
-    return ir.Value(
-        name=spec.name, shape=ir.Shape(spec.shape), type=ir.TensorType(dtype)
-    )
+    kind = ir.TensorType(ir.DataType.from_numpy(np.dtype(spec.dtype)))
+    return ir.Value(name=spec.name, shape=ir.Shape(spec.shape), type=kind)
 
 
 def initializer(graph: ir.Graph, name: str, array: npt.NDArray[np.generic]) -> ir.Value:
@@ -35,11 +33,10 @@ def initializer(graph: ir.Graph, name: str, array: npt.NDArray[np.generic]) -> i
         return graph.initializers[name]
     shape, spill = ir.Shape(array.shape), graph.meta.get(SPILL)
     is_small = array.dtype != np.uint8 or array.nbytes < SPILLED_BYTES
-    tensor: ir.TensorProtocol = (
-        ir.tensor(array, name=name)
-        if spill is None or is_small
-        else _spilled(name, array, spill)
-    )
+    if spill is None or is_small:
+        tensor: ir.TensorProtocol = ir.tensor(array, name=name)
+    else:
+        tensor = _spilled(name, array, spill)
     kind = ir.TensorType(tensor.dtype)
     value = ir.Value(name=name, const_value=tensor, shape=shape, type=kind)
     graph.register_initializer(value)
@@ -124,9 +121,7 @@ class Maker:
             self.graph.insert_before(self.before, node)
         return list(node.outputs)
 
-    def constant(
-        self, name: str, numbers: object, kind: npt.DTypeLike = np.int64
-    ) -> ir.Value:
+    def constant(self, name: str, numbers: object, kind: Any = np.int64) -> ir.Value:
         """Return the constant `name`; add it, with `numbers`, if it is missing."""
         return self.array(name, np.array(numbers, kind))
 

@@ -107,12 +107,9 @@ class GridMatrix:
 
     def packed(self) -> tuple[Bytes, Bytes]:
         """Integers and scales as `jetdraft.native` reads them, both uint8 [bytes]."""
-        spare = -len(self.data) % COLUMNS
-        whole = replace(self, data=np.pad(self.data, ((0, spare), (0, 0))))
-        parts = [
-            replace(self, data=whole.data[start : start + COLUMNS_AT_ONCE])
-            for start in range(0, len(whole.data), COLUMNS_AT_ONCE)
-        ]
+        whole = np.pad(self.data, ((0, -len(self.data) % COLUMNS), (0, 0)))
+        starts, size = range(0, len(whole), COLUMNS_AT_ONCE), COLUMNS_AT_ONCE
+        parts = [replace(self, data=whole[start : start + size]) for start in starts]
         bits = _GRIDS[self.grid].bits
         integers = [_pack_integers(part.integers(), bits) for part in parts]
         scales = [_pack_fields(part._fields()) for part in parts]

@@ -87,13 +87,11 @@ def _fit_affine(x: Tensor, weights: Tensor, largest: int) -> tuple[Tensor, Tenso
     return scale[..., 0], minimum[..., 0]
 
 
-def _integers(
-    x: Tensor, scale: Tensor, minimum: Tensor, bounds: tuple[int, int]
-) -> Bytes:
+def _integers(x: Tensor, scale: Tensor, minimum: Tensor, low: int, high: int) -> Bytes:
     """x as integers of a scale and a minimum, less the lower bound, as uint8."""
     steps = torch.where(scale == 0, torch.inf, scale)[..., None]
-    nearest = ((x - minimum[..., None]) / steps).round_().clamp_(*bounds)
-    return (nearest - bounds[0]).to(torch.uint8).numpy()
+    nearest = ((x - minimum[..., None]) / steps).round_().clamp_(low, high)
+    return (nearest - low).to(torch.uint8).numpy()
 
 
 def _half_bytes(numbers: Tensor) -> tuple[Tensor, Bytes]:
@@ -127,7 +125,7 @@ def _flat(bits: int, affine: bool) -> Callable[[Tensor, Tensor | None], Bytes]:
         if affine:
             minimum, stored = _half_bytes(minimum)
             parts.append(stored)
-        integers = _integers(x, scale, minimum, (lowest, lowest + (1 << bits) - 1))
+        integers = _integers(x, scale, minimum, lowest, lowest + (1 << bits) - 1)
         if bits == 8:
             return np.concatenate([*parts, integers ^ 128], -1)
         if bits == 5:
@@ -152,7 +150,7 @@ def _super(bits: int) -> Callable[[Tensor, Tensor | None], Bytes]:
             factors.append(factor.to(torch.uint8).numpy())
             steps.append((factor * unit).view(scale.shape))
             halves.append(stored[..., 0, :])
-        integers = _integers(x, steps[0], -steps[1], (0, (1 << bits) - 1))
+        integers = _integers(x, steps[0], -steps[1], 0, (1 << bits) - 1)
         integers = integers.reshape(len(x), -1, 8, 32)
         s, m = factors
         packed = [
@@ -180,7 +178,7 @@ def _six_bits(columns: Tensor, given: Tensor | None) -> Bytes:
     factor = (scale / torch.where(unit == 0, torch.inf, unit)).round_()
     factor = factor.clamp_(-128, 127)
     step = (factor * unit).view(len(x), -1)
-    integers = _integers(x, step, torch.zeros_like(step), (-32, 31))
+    integers = _integers(x, step, torch.zeros_like(step), -32, 31)
     halves = integers.reshape(len(x), -1, 2, 4, 32)
     low = halves[..., :2, :] & 15 | (halves[..., 2:, :] & 15) << 4
     high = halves >> 4 << np.array([0, 2, 4, 6], np.uint8)[:, None]

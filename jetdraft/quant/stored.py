@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -30,11 +30,9 @@ class StoredTensor(Tensor):
     read: Read
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
-    def __new__(
-        cls, shape: Sequence[int], dtype: torch.dtype, read: Read
-    ) -> "StoredTensor":
+    def __new__(cls, shape: Sequence[int], dtype: torch.dtype, read: Read) -> Self:
         """Make a tensor of that shape without memory."""
-        made = Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype)
+        made: Self = Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype)
         made.read = read
         return made
 
@@ -70,10 +68,8 @@ def _turn(tensor: StoredTensor, first: int, second: int) -> Tensor | None:
     axes = first % tensor.dim(), second % tensor.dim()
     if 0 in axes or tensor.dim() != 3:
         return None
-    batch, rows, columns = tensor.shape
-    return StoredTensor(
-        (batch, columns, rows), tensor.dtype, lambda i: tensor.read(i).mT.contiguous()
-    )
+    shape, dtype = (len(tensor), *tensor.shape[:0:-1]), tensor.dtype
+    return StoredTensor(shape, dtype, lambda i: tensor.read(i).mT.contiguous())
 
 
 def _fit(tensors: Sequence[Tensor], axis: int = -1) -> bool:
@@ -141,18 +137,15 @@ class GridStack:
         """Read an expert's matrix; raises `CheckpointError` for scales like NaN."""
         matrix = GridMatrix(self.grid, self.read(expert), self.shape[2])
         if not np.isfinite(matrix.floats).all():
-            raise CheckpointError(
-                f"expert {expert} of {self.shape[0]} has scales that are not finite; "
-                "fetch the checkpoint again"
-            )
+            fact = f"expert {expert} of {self.shape[0]} has scales that are not finite"
+            raise CheckpointError(f"{fact}; fetch the checkpoint again")
         return matrix
 
     @classmethod
     def concatenated(cls, parts: "Sequence[GridStack]") -> GridMatrix:
         """Read one matrix with the columns of all experts of the stacks."""
-        return GridMatrix.concatenated(
-            [part.matrix(i) for part in parts for i in range(part.shape[0])]
-        )
+        matrices = [part.matrix(i) for part in parts for i in range(part.shape[0])]
+        return GridMatrix.concatenated(matrices)
 
     def floats(self) -> StoredTensor:
         """The matrices as float32 [experts, columns, rows]."""

@@ -16,6 +16,7 @@ from jetdraft.native import DOMAIN, EXPERTS, GATHER, MULTIPLY
 from jetdraft.quant import edits
 from jetdraft.quant.algorithms import FEWEST, quantize
 from jetdraft.quant.blocks import Blocks, Floats
+from jetdraft.quant.edits import Maker
 from jetdraft.quant.grids import COLUMNS, GRIDS, LAYOUT_VERSION, GridMatrix, Matrix
 from jetdraft.quant.stored import GridStack
 from jetdraft.recipe import ACCURACY_LEVEL, HEAD, Recipe, unit_of
@@ -76,7 +77,7 @@ class Quantization:
             assert matrix is not None
             source, transposed = matrix
             blocks = self._quantize(source, transposed, _checkpoint_names(source))
-            make = edits.Maker(graph, node)
+            make = Maker(graph, node)
             if blocks is not None and blocks.order is not None:
                 order = make.array(f"{node.outputs[0].name}.order", blocks.order)
                 inputs = make("Gather", node.inputs[0], order, axis=-1)
@@ -98,9 +99,9 @@ class Quantization:
             if table is None:
                 continue
             own = quantized.get(table) or self._packed_table(graph, table)
-            own = own or self._packed_layer_table(graph, table)
+            own = own or self._layer_table(graph, table)
             if own is not None:
-                _replace_gather(edits.Maker(graph, node), node, own)
+                _replace_gather(Maker(graph, node), node, own)
         common.RemoveUnusedNodesPass()(model)
 
     def _replace_choice(self, graph: ir.Graph, choice: "Choice") -> None:
@@ -114,7 +115,7 @@ class Quantization:
         check_stack(str(stack.name), is_grid, sizes[choice.is_turned])
         assert isinstance(matrix, GridMatrix)
         packed = _add_packed(graph, stack, matrix)
-        make, read = edits.Maker(graph, choice.node), (choice.rows, choice.ids)
+        make, read = Maker(graph, choice.node), (choice.rows, choice.ids)
         result = packed.operator(make, EXPERTS, *read, count=experts)
         edits.replace_values(choice.result.outputs, [result])
         graph.remove([choice.result, choice.node], safe=True)
@@ -127,9 +128,7 @@ class Quantization:
         blocks = lender._quantize(table, True, [name])
         return None if blocks is None else _add_packed(graph, table, blocks)
 
-    def _packed_layer_table(
-        self, graph: ir.Graph, table: ir.Value
-    ) -> "PackedMatrix | None":
+    def _layer_table(self, graph: ir.Graph, table: ir.Value) -> "PackedMatrix | None":
         """Pack the embeddings of each layer, read in parts; None for other tables."""
         name, stored = _checkpoint_names(table)[0], table.const_value
         recipe = self.recipe.of_unit(unit_of(name))
@@ -143,10 +142,9 @@ class Quantization:
         return _add_packed(graph, table, parts[0].concatenated(parts))
 
     def _quantize(
-        self, source: ir.Value, transposed: bool, names: list[str]
+        self, source: Any, transposed: bool, names: list[str]
     ) -> Matrix | None:
         """A matrix as integers with scales; None if it stays a matrix of floats."""
-        assert source.const_value is not None
         # Merged weights read the same input and get the recipe of the first weight.
         name = names[0]
         if self.lender is not None and name in self.borrowed:
@@ -170,13 +168,10 @@ class Quantization:
                 "another layer; choose rtn, k_quant or hqq"
             )
         parts: list[Any] = []
-        in_parts = recipe.scheme in GRIDS
-        for matrix in _matrices(source.const_value, transposed, in_parts):
+        for matrix in _matrices(source.const_value, transposed, recipe.scheme in GRIDS):
             if not np.isfinite(matrix).all():
-                raise CheckpointError(
-                    f"the weight {name} has numbers that are not finite; fetch the "
-                    "checkpoint again"
-                )
+                fact = f"the weight {name} has numbers that are not finite"
+                raise CheckpointError(f"{fact}; fetch the checkpoint again")
             parts.append(quantize(matrix, recipe, self.moments.get(name)))
         whole: Matrix = parts[0] if len(parts) == 1 else parts[0].concatenated(parts)
         return whole
@@ -240,7 +235,7 @@ class PackedMatrix:
     scales: ir.Value | None = None
 
     def operator(
-        self, make: edits.Maker, name: str, *read: ir.Value | None, count: int = 1
+        self, make: Maker, name: str, *read: ir.Value | None, count: int = 1
     ) -> ir.Value:
         """Add a native operator of `read[0]`, `count` matrices and the other values."""
         matrix = self.blocks
@@ -336,38 +331,32 @@ def routers(graph: ir.Graph) -> Iterator[ir.Node]:
 
 
 def _replace_product(
-    make: edits.Maker, node: ir.Node, source: ir.Value, blocks: Blocks
+    make: Maker, node: ir.Node, source: ir.Value, blocks: Blocks
 ) -> PackedMatrix:
     packed, read = _add_packed(make.graph, source, blocks), node.inputs[0]
     inputs = [read, packed.weight, make.array(f"{source.name}.scales", blocks.scales)]
     if blocks.packed_zeros is not None:
         inputs.append(make.array(f"{source.name}.zeros", blocks.packed_zeros))
-    product = make(
-        "MatMulNBits",
-        *inputs,
-        domain=edits.CONTRIB_DOMAIN,
-        K=blocks.rows,
-        N=len(blocks.packed),
-        bits=blocks.bits,
-        block_size=blocks.block_size,
-        accuracy_level=ACCURACY_LEVEL,
-    )
+    sizes: Any = {"K": blocks.rows, "N": len(blocks.packed), **_block_form(blocks)}
+    product = make("MatMulNBits", *inputs, **sizes, accuracy_level=ACCURACY_LEVEL)
     _replace_node(make, node, product)
     return packed
 
 
-def _dequantize(
-    make: edits.Maker, node: ir.Node, source: ir.Value, blocks: Blocks
-) -> None:
+def _block_form(blocks: Blocks) -> dict[str, Any]:
+    """The attributes that onnxruntime's operators of blocks share."""
+    form = {"bits": blocks.bits, "block_size": blocks.block_size}
+    return {"domain": edits.CONTRIB_DOMAIN, **form}
+
+
+def _dequantize(make: Maker, node: ir.Node, source: ir.Value, blocks: Blocks) -> None:
     """Insert a DequantizeLinear of integers [rows, columns] before the MatMul."""
     middle, dtype = 1 << (blocks.bits - 1), _SIGNED[blocks.bits]
     signed = blocks.integers.astype(np.int16) - middle
     integers = signed.reshape(len(signed), -1)[:, : blocks.rows]
     parts = {f"int{blocks.bits}": integers.T.astype(dtype), "scales": blocks.scales.T}
-    values = [
-        make.array(f"{source.name}.{name}", np.ascontiguousarray(array))
-        for name, array in parts.items()
-    ]
+    arrays = {name: np.ascontiguousarray(array) for name, array in parts.items()}
+    values = [make.array(f"{source.name}.{name}", x) for name, x in arrays.items()]
     floats = make("DequantizeLinear", *values, axis=0, block_size=signed.shape[2])
     node.replace_input_with(1, floats)
     for consumer in source.consumers():
@@ -380,7 +369,7 @@ def _dequantize(
 _SIGNED: dict[int, npt.DTypeLike] = {4: ml_dtypes.int4, 8: np.int8}
 
 
-def _replace_gather(make: edits.Maker, node: ir.Node, packed: PackedMatrix) -> None:
+def _replace_gather(make: Maker, node: ir.Node, packed: PackedMatrix) -> None:
     """Read embeddings, the columns of the LM head's matrix, out of its integers."""
     weight, blocks, ids = packed.weight, packed.blocks, node.inputs[1]
     if isinstance(blocks, GridMatrix):
@@ -391,28 +380,19 @@ def _replace_gather(make: edits.Maker, node: ir.Node, packed: PackedMatrix) -> N
     inputs = [weight, ids, make.array(f"{weight.name}.row_scales", scales)]
     if blocks.zeros is not None:
         inputs.append(make.array(f"{weight.name}.row_zeros", blocks.zeros[..., None]))
-    gathered = make(
-        "GatherBlockQuantized",
-        *inputs,
-        domain=edits.CONTRIB_DOMAIN,
-        bits=blocks.bits,
-        block_size=blocks.block_size,
-        gather_axis=0,
-        quantize_axis=2,
-    )
+    axes: Any = {"gather_axis": 0, "quantize_axis": 2}
+    gathered = make("GatherBlockQuantized", *inputs, **_block_form(blocks), **axes)
     width = node.outputs[0].shape[-1] if node.outputs[0].shape else 0
     padded_width = scales.shape[1] * blocks.block_size
     shape = make.constant(f"{weight.name}.row", [0, 0, padded_width])
     rows = make("Reshape", gathered, shape)
     if padded_width != width:
-        bounds = (
-            make.constant(f"{weight.name}.{name}", [number])
-            for name, number in (("start", 0), ("end", width), ("axis", 2))
-        )
+        numbers = {"start": 0, "end": width, "axis": 2}.items()
+        bounds = (make.constant(f"{weight.name}.{name}", [n]) for name, n in numbers)
         rows = make("Slice", rows, *bounds)
     _replace_node(make, node, rows)
 
 
-def _replace_node(make: edits.Maker, old: ir.Node, result: ir.Value) -> None:
+def _replace_node(make: Maker, old: ir.Node, result: ir.Value) -> None:
     edits.replace_values(old.outputs, [result])
     make.graph.remove(old, safe=True)

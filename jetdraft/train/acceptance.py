@@ -14,12 +14,8 @@ from jetdraft.files import replacing
 from jetdraft.runtime.model import Model
 from jetdraft.runtime.passes.answer import Answer
 from jetdraft.runtime.planning.registry import methods
-from jetdraft.runtime.proposers.model_proposer import (
-    REPEATS,
-    AcceptanceHead,
-    DraftStop,
-    ModelProposer,
-)
+from jetdraft.runtime.proposers import model_proposer
+from jetdraft.runtime.proposers.model_proposer import AcceptanceHead, ModelProposer
 
 LOOK_EVERY = 10  # Training steps between two measurements of the held-out loss.
 REJECTED_WEIGHT = 6.0  # The weight of rejected tokens in the loss; they are few.
@@ -27,7 +23,7 @@ DRAFT_LENGTH = 8  # Drafted tokens of each round that is watched.
 LEAST_TOKENS = 50  # The fewest compared tokens that a head can learn from.
 
 
-class StateRecorder(DraftStop):
+class StateRecorder(model_proposer.DraftStop):
     """A rule that never stops a draft, and keeps the hidden state of each token."""
 
     def __init__(self) -> None:
@@ -79,10 +75,8 @@ def record_verdicts(
     finally:
         proposer.stop = None
     if len(verdicts) < LEAST_TOKENS or len(set(verdicts)) < 2:
-        raise DataError(
-            f"only {len(verdicts)} drafted tokens were compared, or all have the same "
-            "verdict; give more prompts"
-        )
+        fact = f"only {len(verdicts)} drafted tokens were compared"
+        raise DataError(f"{fact}, or all have the same verdict; give more prompts")
     return np.array(hidden), np.array(verdicts, np.float32)
 
 
@@ -122,7 +116,7 @@ def fit_head(
 
     def loss(rows: torch.Tensor) -> torch.Tensor:
         h = x[rows]
-        for _ in range(REPEATS):
+        for _ in range(model_proposer.REPEATS):
             h = h + F.silu(h @ block.T)
         weight = torch.where(y[rows] > 0, 1.0, REJECTED_WEIGHT)
         return F.binary_cross_entropy_with_logits(h @ out + bias, y[rows], weight)
@@ -150,7 +144,5 @@ def save_head(head: AcceptanceHead, file: Path, bundle: str) -> None:
         with replacing(file) as partial:
             head.save(partial, bundle)
     except OSError as error:
-        raise OutputError(
-            f"cannot write {file} ({error.strerror}); copy the bundle to a writable "
-            "folder"
-        ) from error
+        fact = f"cannot write {file} ({error.strerror})"
+        raise OutputError(f"{fact}; copy the bundle to a writable folder") from error

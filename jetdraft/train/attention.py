@@ -106,19 +106,16 @@ def attend(
     q, k, v = (x[:, :, :rows] for x in (query, key, value))
     parts = [F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)]
     if layout is not None and rows < query.shape[2]:
-        parts.append(_attend_streams(query * scale, key, value, layout))
+        parts.append(_mix_streams(query * scale, key, value, layout))
     return torch.cat(parts, 2).transpose(1, 2), None
 
 
-def _attend_streams(
-    query: Tensor, key: Tensor, value: Tensor, layout: Layout
-) -> Tensor:
+def _mix_streams(query: Tensor, key: Tensor, value: Tensor, layout: Layout) -> Tensor:
     """Return the streams' mixed values [b, heads, C * gamma, d]; `query` is scaled."""
     rows, gamma = layout.rows, layout.gamma
-    queries, stream_keys, stream_values = (
-        x[:, :, rows:].reshape(*x.shape[:2], -1, gamma, x.shape[3])
-        for x in (query, key, value)
-    )
+    parts = (x[:, :, rows:] for x in (query, key, value))
+    of_streams = (x.reshape(*x.shape[:2], -1, gamma, x.shape[3]) for x in parts)
+    queries, stream_keys, stream_values = of_streams
     keys, values = key[:, :, :rows], value[:, :, :rows]
     carriers = layout.probe_rows[..., ::gamma]
     past = torch.arange(rows, device=query.device) <= carriers[..., None]

@@ -174,16 +174,12 @@ class BlockTask(Task):
 
     def blocks(self, run: Run, batch: Batch, learns: bool) -> Blocks:
         """Return a batch's blocks: drawn in training (`learns`), else evenly spread."""
+        first, settings = self.first_anchor, self.settings
         if not learns:
-            return Blocks.spread(batch, VALIDATED_BLOCKS, self.first_anchor)
-        return Blocks.draw(
-            batch,
-            self.settings.anchors,
-            self.config.slots,
-            self.settings.known_share,
-            run.sequence_generators(len(batch.ids)),
-            self.first_anchor,
-        )
+            return Blocks.spread(batch, VALIDATED_BLOCKS, first)
+        draws = run.sequence_generators(len(batch.ids))
+        sizes = settings.anchors, self.config.slots, settings.known_share
+        return Blocks.draw(batch, *sizes, draws, first)
 
     def sums(self, drafter: Any, lesson: Any, blocks: Blocks, learns: bool) -> Sums:
         """Return the sums of cross entropies by distance from the last known token."""
@@ -191,11 +187,11 @@ class BlockTask(Task):
         distance = torch.arange(slots, device=lesson.ids.device)
         places = blocks.places(slots, length)
         inside = blocks.anchors[..., None] + 1 + distance < length
-        open_places = inside & (rows_at(lesson.labels, places) != IGNORED)
-        open_places = open_places & blocks.is_real[..., None]
-        is_known = self.shown(drafter, lesson, blocks, open_places, learns)
-        learned = open_places & ~is_known
-        logits = self.logits(drafter, lesson, blocks, is_known, learned)
+        opened = inside & (rows_at(lesson.labels, places) != IGNORED)
+        opened = opened & blocks.is_real[..., None]
+        known = self.shown(drafter, lesson, blocks, opened, learns)
+        learned = opened & ~known
+        logits = self.logits(drafter, lesson, blocks, known, learned)
         teacher = rows_at(lesson.logits, places - 1)[learned].float()
         scores = logits.float().log_softmax(-1)
         if self.settings.loss == TEXT:
@@ -208,30 +204,20 @@ class BlockTask(Task):
         return Sums.of(losses, right, far, learned)
 
     def shown(
-        self,
-        drafter: Any,
-        lesson: Any,
-        blocks: Blocks,
-        open_places: Tensor,
-        learns: bool,
+        self, drafter: Any, lesson: Any, blocks: Blocks, opened: Tensor, learns: bool
     ) -> Tensor:
         """Return which tokens are shown, bool [b, n, slots]; by default the first."""
-        slots = torch.arange(drafter.config.slots, device=open_places.device)
+        slots = torch.arange(drafter.config.slots, device=opened.device)
         return slots < blocks.known[..., None]
 
     def logits(
-        self,
-        drafter: Any,
-        lesson: Any,
-        blocks: Blocks,
-        is_known: Tensor,
-        learned: Tensor,
+        self, drafter: Any, lesson: Any, blocks: Blocks, known: Tensor, learned: Tensor
     ) -> Tensor:
         """Run the drafter; returns logits [k, vocabulary] where `learned` is true."""
         ids, size = lesson.ids, drafter.block_rows
         count, config = ids.shape[1], drafter.config
         places = blocks.places(config.slots, count)
-        block = rows_at(ids, places).masked_fill(~is_known, config.vocab_size)
+        block = rows_at(ids, places).masked_fill(~known, config.vocab_size)
         first = blocks.anchors
         if not drafter.reads_text:
             block = torch.cat([rows_at(ids, blocks.anchors)[..., None], block], dim=-1)

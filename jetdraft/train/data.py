@@ -16,6 +16,7 @@ from jetdraft.files import read_bytes, read_text
 from jetdraft.runtime.text.template import ChatTemplate, Message
 
 IGNORED = -100  # The label of tokens that the loss ignores.
+_MALFORMED = (ValueError, LookupError, TypeError, AttributeError, RecursionError)
 
 
 @dataclass(frozen=True)
@@ -64,9 +65,8 @@ class Corpus:
         self, sequences: Sequence[Example], share: float, seed: int, sha256: str = ""
     ) -> None:
         self.sha256 = sha256
-        order = torch.randperm(
-            len(sequences), generator=torch.Generator().manual_seed(seed)
-        ).tolist()
+        draw = torch.Generator().manual_seed(seed)
+        order = torch.randperm(len(sequences), generator=draw).tolist()
         count = max(1, round(share * len(order))) if len(order) > 1 else 0
         self.validation = [sequences[i] for i in order[:count]] or list(sequences)
         self.training = [sequences[i] for i in order[count:]]
@@ -91,9 +91,8 @@ class Corpus:
         The first token of `end` ends each text; a `share` of the sequences validates.
         With `prompts_alone` prompts may lack completions; `template` renders messages.
         """
-        reader = _LineReader(
-            tokenizer, list(end[:1]), length, least, prompts_alone, template
-        )
+        last = list(end[:1])
+        reader = _LineReader(tokenizer, last, length, least, prompts_alone, template)
         sequences: list[Example] = []
         texts: list[int] = []
         read = 0  # without the ends of texts
@@ -103,14 +102,12 @@ class Corpus:
             else:
                 ids = tokenizer.encode(read_text(file)).ids
                 read += len(ids)
-                texts += [*ids, *end[:1]]
+                texts += [*ids, *last]
         windows = (texts[i : i + length] for i in range(0, len(texts), length))
         sequences += [Example.completed(w, 0) for w in windows if len(w) >= least]
         if not sequences:
-            raise DataError(
-                f"the data has {read} of the {least} tokens that a sequence needs; "
-                "give more text"
-            )
+            fact = f"the data has {read} of the {least} tokens that a sequence needs"
+            raise DataError(f"{fact}; give more text")
         digest = hashlib.sha256()
         for file in files:
             digest.update(read_bytes(file))
@@ -136,10 +133,8 @@ def collate(rows: Sequence[Example]) -> Batch:
     ids = [torch.tensor(row.ids, dtype=torch.long) for row in rows]
     learned = [torch.tensor(row.learned, dtype=torch.bool) for row in rows]
     labels = [i.where(one, IGNORED) for i, one in zip(ids, learned, strict=True)]
-    return Batch(
-        pad_sequence(ids, batch_first=True),
-        pad_sequence(labels, batch_first=True, padding_value=IGNORED),
-    )
+    padded = pad_sequence(labels, batch_first=True, padding_value=IGNORED)
+    return Batch(pad_sequence(ids, batch_first=True), padded)
 
 
 def split_batch(batch: Batch) -> list[Example]:
@@ -179,22 +174,18 @@ class _LineReader:
         return list(examples.values())
 
     def _example(self, line: str, where: str) -> Example:
-        head, tail = self._encode_fields(line, where)
+        head, tail = self._encode(line, where)
         if tail is None:
             self._check_length(head, where, least=1)
             return Example.completed(head, len(head))
         ids = [*head, *tail, *self.end]
         self._check_length(ids, where, self.least)
         if len(ids) == len(head):
-            raise DataError(
-                f"{where} has an empty completion, from which nothing can be learned; "
-                "delete the line or complete it"
-            )
+            fact = f"{where} has an empty completion, from which nothing can be learned"
+            raise DataError(f"{fact}; delete the line or complete it")
         return Example.completed(ids, len(head))
 
-    def _encode_fields(
-        self, line: str, where: str
-    ) -> tuple[list[int], list[int] | None]:
+    def _encode(self, line: str, where: str) -> tuple[list[int], list[int] | None]:
         """Return the ids of prompt and completion, which may be None."""
         try:
             fields = json.loads(line)
@@ -210,10 +201,7 @@ class _LineReader:
             return head, tail.ids
         except OptionError as error:
             raise DataError(f"{where}: {error}") from error
-        except (
-            *(ValueError, LookupError, TypeError, AttributeError),
-            RecursionError,
-        ) as error:
+        except _MALFORMED as error:
             raise DataError(
                 f"{where} is not an object with prompt and completion, or text, or "
                 "messages; correct it"
@@ -222,23 +210,17 @@ class _LineReader:
     def _chat_ids(self, messages: list[Message]) -> tuple[list[int], list[int] | None]:
         """Render a chat; returns the ids of its prompt, and of its answer or None."""
         if self.template is None:
-            raise OptionError(
-                "messages need a chat template, which the target lacks; give prompt "
-                "and completion"
-            )
+            fact = "messages need a chat template, which the target lacks"
+            raise OptionError(f"{fact}; give prompt and completion")
         is_answered = messages[-1]["role"] == "assistant"
         if not is_answered and not self.prompts_alone:
             raise ValueError("the last message is not the assistant's")
         prompt = self.template.render(messages[:-1] if is_answered else messages)
-        head, tail = (
-            self.tokenizer.encode(text, add_special_tokens=False).ids
-            for text in (prompt, messages[-1]["content"])
-        )
+        encode, texts = self.tokenizer.encode, (prompt, messages[-1]["content"])
+        head, tail = (encode(text, add_special_tokens=False).ids for text in texts)
         return head, tail if is_answered else None
 
     def _check_length(self, ids: list[int], where: str, least: int) -> None:
         if len(ids) < least:
-            raise DataError(
-                f"{where} has {len(ids)} tokens, a sequence needs {least}; give longer "
-                "texts"
-            )
+            fact = f"{where} has {len(ids)} tokens, a sequence needs {least}"
+            raise DataError(f"{fact}; give longer texts")

@@ -15,16 +15,10 @@ from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.heads.head_layers import HeadConfig
 from jetdraft.checkpoints.layers import head_size
 from jetdraft.options import setting
-from jetdraft.train import task
+from jetdraft.train import task, teacher
 from jetdraft.train.data import IGNORED, Batch
 from jetdraft.train.run_folder import RunFolder
-from jetdraft.train.teacher import (
-    Lesson,
-    TensorCache,
-    check_cache_folder,
-    make_lesson,
-    shift_rows,
-)
+from jetdraft.train.teacher import Lesson, make_lesson, shift_rows
 
 ConfigT = TypeVar("ConfigT", bound=HeadConfig)
 
@@ -36,11 +30,9 @@ def make_config(
     text = target.model.config.get_text_config(decoder=True)
     rope = getattr(text, "rope_parameters", None) or {}
     theta = float(rope.get("rope_theta", 10000.0))
-    config = HeadConfig(
-        hidden_size=text.hidden_size,
-        target_hidden_size=text.hidden_size,
-        vocab_size=target.vocab_size,
-        draft_vocab_size=target.vocab_size,
+    config = HeadConfig.beside(
+        target,
+        text.hidden_size,
         num_heads=text.num_attention_heads,
         num_kv_heads=text.num_key_value_heads,
         head_dim=head_size(text),
@@ -166,21 +158,21 @@ class HeadTask(task.Task):
     ids: Tensor | None = None
     """The draft vocabulary, int64 ascending; None for all tokens."""
 
-    _cache: TensorCache | None = None
+    _cache: teacher.TensorCache | None = None
 
     def shortest_sequence(self) -> tuple[int, str]:
         """Return the steps of a draft, and two more: a row before, a token after."""
         return self.settings.unrolled + 2, f"{self.settings.unrolled} steps"
 
     def folder(self, output: Path) -> RunFolder:
-        check_cache_folder(self.settings.cache)
+        teacher.check_cache_folder(self.settings.cache)
         return super().folder(output)
 
     def lesson(self, run: task.Run, batch: Batch, learns: bool) -> tuple[Any, ...]:
         folder = self.settings.cache
         if self._cache is None and folder is not None:
-            owner = f"{run.base} {list(self.taps)}"
-            self._cache = TensorCache(folder, owner, run.accelerator.process_index)
+            owner = f"{run.base} {list(self.taps)}", run.accelerator.process_index
+            self._cache = teacher.TensorCache(folder, *owner)
         return (make_lesson(run.teacher, batch, self.taps, self.ids, self._cache),)
 
     @abstractmethod
@@ -191,8 +183,8 @@ class HeadTask(task.Task):
 
     def losses(self, step: int, state: Tensor, scores: Tensor, lesson: Any) -> Tensor:
         """Return the cross entropy [b, T] to the target; `scores` are log softmax."""
-        teacher = shift_rows(lesson.logits, 1 + step).float()
-        return -(teacher.softmax(-1) * scores).sum(-1)
+        wanted = shift_rows(lesson.logits, 1 + step).float()
+        return -(wanted.softmax(-1) * scores).sum(-1)
 
     def sums(self, drafter: Any, lesson: Lesson, learns: bool) -> task.Sums:
         """Return the sums by step, over the tokens of a batch that are learned."""
@@ -265,9 +257,9 @@ class NextTokenTask(task.Task):
         learned[:, :-1] = lesson.labels[:, 1:] != IGNORED
         learned &= starts > 0  # no draft begins before the text
         scores = drafter.lm_head(hidden[learned]).float().log_softmax(-1)
-        teacher = lesson.logits[learned].float()
-        losses = -(teacher.softmax(-1) * scores).sum(-1)
-        right = scores.argmax(-1) == teacher.argmax(-1)
+        wanted = lesson.logits[learned].float()
+        losses = -(wanted.softmax(-1) * scores).sum(-1)
+        right = scores.argmax(-1) == wanted.argmax(-1)
         return sums_by_place(losses, right, learned, DRAFT_ROWS - first)
 
     def check(self, run: task.Run) -> None:

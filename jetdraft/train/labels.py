@@ -100,10 +100,8 @@ class LabelCache:
 
     def read(self, batch: Batch) -> Labels | None:
         """Return the labels of a batch, on its device; None if one text is missing."""
-        rows = [
-            [self._tensors.read(f"{key}.{n}") for n in LABEL_FIELDS]
-            for key in _cache_keys(batch)
-        ]
+        names = [[f"{key}.{n}" for n in LABEL_FIELDS] for key in _cache_keys(batch)]
+        rows = [list(map(self._tensors.read, of_text)) for of_text in names]
         if any(part is None for row in rows for part in row):
             return None
         # Autocast, which surrounds a training, cannot join halves.

@@ -16,29 +16,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from jetdraft import errors
 from jetdraft.checkpoints.layers import add_lora, merge_lora
 from jetdraft.devices.detection import module_rails
-from jetdraft.errors import (
-    DataError,
-    DeviceError,
-    OutputError,
-    StoreError,
-    TrainingError,
-)
 from jetdraft.export.drafters import Arrays
 from jetdraft.files import check_writable
-from jetdraft.learning.lessons import (
-    ARRAYS,
-    CHOICE_FILE,
-    OWN,
-    PARTIAL,
-    Choice,
-    Lesson,
-    Lessons,
-    WeightSets,
-    drafter_sha256,
-    label,
-)
+from jetdraft.learning import lessons as kept
+from jetdraft.learning.lessons import Choice, Lesson, Lessons, WeightSets
 from jetdraft.manifest import sha256_of
 from jetdraft.options import Checked, setting
 from jetdraft.train.students import Missed, Student, join_missed
@@ -67,10 +51,8 @@ class Pace:
         self._began: float | None = None
         self._rails = [] if watts is None else module_rails(root)
         if watts is not None and not self._rails:
-            raise DeviceError(
-                "this machine has no power monitors (INA3221) to read watts from; "
-                "leave --watts out"
-            )
+            fact = "this machine has no power monitors (INA3221) to read watts from"
+            raise errors.DeviceError(f"{fact}; leave --watts out")
 
     @property
     def has_time(self) -> bool:
@@ -136,13 +118,11 @@ class UseTraining:
         self.options = options or UseOptions()
         vocab_size = bundle.target.contract.vocab_size
         self.lessons = Lessons(folder, bundle.tokenizer_sha256, vocab_size)
-        self.sets = WeightSets(folder, drafter_sha256(bundle))
+        self.sets = WeightSets(folder, kept.drafter_sha256(bundle))
         self.sets.check()
-        check_writable(folder / CHOICE_FILE)
+        check_writable(folder / kept.CHOICE_FILE)
 
-    def run(
-        self, pace: Pace, report: ReportStage = lambda stage, done, total: None
-    ) -> Learned:
+    def run(self, pace: Pace, report: ReportStage = lambda *state: None) -> Learned:
         """Train once, and put the weights on trial if the held-out loss has fallen.
 
         Raises `DataError` for too few wrong places, and `TrainingError` if the loss is
@@ -152,7 +132,7 @@ class UseTraining:
         lessons = self.lessons.read()
         places = sum(len(lesson.places) for lesson in lessons)
         if places < self.options.least:
-            raise DataError(
+            raise errors.DataError(
                 f"there are {places} wrong places to learn from, and "
                 f"{self.options.least} are needed; use the model for longer"
             )
@@ -214,8 +194,8 @@ class _LoraRun:
         if step % STEPS_BETWEEN_LOOKS:  # also where the time has ended before
             self._keep_if_best()
         with torch.no_grad():
-            for weight, kept in zip(self._lora, self._best, strict=True):
-                weight.copy_(kept)
+            for weight, best in zip(self._lora, self._best, strict=True):
+                weight.copy_(best)
         return step
 
     def _keep_if_best(self) -> None:
@@ -231,10 +211,8 @@ class _LoraRun:
         lessons = self._draw.sample(self._training, size)
         loss = self._student.missed(self.model, lessons).loss
         if not torch.isfinite(loss):
-            raise TrainingError(
-                "the loss is not a number, and nothing was published; train with a "
-                "lower --learning-rate"
-            )
+            fact = "the loss is not a number, and nothing was published"
+            raise errors.TrainingError(f"{fact}; train with a lower --learning-rate")
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(self._lora, 1.0)
@@ -292,7 +270,7 @@ class Background:
             # All weights were deleted, so what is left is to be learned again.
             self._cleared, self._known = choice.cleared, set()
         if choice.before is not None:
-            return f"{label(choice.name)} is on trial until a model has used it"
+            return f"{kept.label(choice.name)} is on trial until a model has used it"
         new = [x for x in lessons if x.tokens.tobytes() not in self._known]
         places, least = sum(len(o.places) for o in new), self._training.options.least
         if places < least:
@@ -324,9 +302,8 @@ def publish(
     try:
         sets.change(written)
     except (OSError, SafetensorError) as error:
-        raise OutputError(
-            f"cannot write {sets.folder} ({error}); free some space"
-        ) from error
+        fact = f"cannot write {sets.folder} ({error})"
+        raise errors.OutputError(f"{fact}; free some space") from error
     return name
 
 
@@ -338,26 +315,25 @@ def judged_name(choice: Choice) -> str:
 def judged_weights(sets: WeightSets) -> dict[str, Tensor]:
     """Load the weights that passed their trial last, or {}; raises `StoreError`."""
     name = judged_name(sets.read_choice())
-    if name == OWN:
+    if name == kept.OWN:
         return {}
     file = sets.folder / name / TRAINED
     try:
         return load_file(file)
     except (OSError, SafetensorError) as error:
-        raise StoreError(
-            f"{file} is damaged ({error}); clear the folder with jetdraft store clear"
-        ) from error
+        fact, fix = f"{file} is damaged ({error})", "jetdraft store clear"
+        raise errors.StoreError(f"{fact}; clear the folder with {fix}") from error
 
 
 def _write_set(folder: Path, arrays: Arrays, trained: Mapping[str, Tensor]) -> str:
     """Write the folder of a set, whole or not at all; returns its name, a hash."""
-    partial = Path(mkdtemp(prefix=PARTIAL, dir=folder))
-    np.savez(partial / ARRAYS, **arrays)  # type: ignore[arg-type]
+    partial = Path(mkdtemp(prefix=kept.PARTIAL, dir=folder))
+    np.savez(partial / kept.ARRAYS, **arrays)  # type: ignore[arg-type]
     save_file(dict(trained), partial / TRAINED)
     for file in partial.iterdir():
         with file.open("rb") as handle:
             os.fsync(handle.fileno())
-    name = sha256_of(partial / ARRAYS)
+    name = sha256_of(partial / kept.ARRAYS)
     if not (folder / name).exists():
         partial.rename(folder / name)
     return name

@@ -22,10 +22,8 @@ def this_process() -> PartialState:
     state = PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU"))
     started = int(os.environ.get("WORLD_SIZE", "1"))
     if state.num_processes != started:
-        raise OptionError(
-            f"{started} processes were started, and each would train alone; on CPUs, "
-            "set ACCELERATE_USE_CPU=true in the environment"
-        )
+        fact = f"{started} processes were started, and each would train alone; on CPUs"
+        raise OptionError(f"{fact}, set ACCELERATE_USE_CPU=true in the environment")
     return state
 
 

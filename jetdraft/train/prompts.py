@@ -39,9 +39,11 @@ def prompt_logits(
     settings, (size, count) = prompts.settings, anchors.shape
     if settings.prefix:
         for number, layer in enumerate(cache.layers):
-            keys, values = prompts.prefix(number)
-            layer.keys = _append_prefix(layer.keys, keys)
-            layer.values = _append_prefix(layer.values, values)
+            prefix = dict(zip(("keys", "values"), prompts.prefix(number), strict=True))
+            for name, own in prefix.items():
+                before = getattr(layer, name)
+                after = own.to(before.dtype).expand(size, -1, -1, -1)
+                setattr(layer, name, torch.cat([before, after], 2))
     distances = torch.arange(1, settings.gamma + 1, device=anchors.device)
     distances = distances.repeat_interleave(settings.members)
     outputs = model(
@@ -54,11 +56,6 @@ def prompt_logits(
     shape = count, settings.gamma, settings.members
     logits: Tensor = outputs.logits.unflatten(1, shape)
     return logits.mean(3)
-
-
-def _append_prefix(rows: Tensor, prefix: Tensor) -> Tensor:
-    """Append the prefix [1, kv_heads, p, d] to a layer's rows [b, kv_heads, T, d]."""
-    return torch.cat([rows, prefix.to(rows.dtype).expand(len(rows), -1, -1, -1)], 2)
 
 
 def prompt_mask(anchors: Tensor, rows: int, settings: PromptSettings) -> Tensor:
@@ -154,11 +151,8 @@ class PromptTask(task.ProbeTask):
         losses = (p.exp() * (p - logits.log_softmax(-1))).sum(-1)
         best = logits.detach().topk(min(MAX_RANKS, logits.shape[-1]), -1).indices
         right = (best == p.argmax(-1, keepdim=True)) & learned[..., None]
-        return task.Sums(
-            torch.where(learned, losses, 0.0).sum((0, 1)),
-            learned.sum((0, 1)).float(),
-            right.sum((0, 1)).float(),
-        )
+        parts = torch.where(learned, losses, 0.0), learned, right
+        return task.Sums(*(part.sum((0, 1)).float() for part in parts))
 
     def total(self, sums: task.Sums, places: Tensor) -> Tensor:
         """Return the mean of the tokens' mean losses; later tokens weigh less."""

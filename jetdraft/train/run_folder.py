@@ -40,11 +40,8 @@ class RunFolder:
         self.path = path
         self.weights, self.settings, self.learned = weights, settings, learned
         if path.exists() and not (path / UNFINISHED).is_file():
-            fact = (
-                "holds a finished training"
-                if self.has_weights
-                else f"exists and has no {learned}"
-            )
+            whole, lacks = "holds a finished training", f"exists and has no {learned}"
+            fact = whole if self.has_weights else lacks
             raise OutputError(f"{path} {fact}; choose another folder")
         check_writable(path / weights)
 
@@ -73,25 +70,24 @@ class RunFolder:
         file = self.path / STATE_FILE
         if not file.is_file():
             if self.has_weights:
-                raise OutputError(
-                    f"{self.path} has {self.learned} but no state to resume from; "
-                    "choose another folder"
-                )
+                fact = f"{self.path} has {self.learned} but no state to resume from"
+                raise OutputError(f"{fact}; choose another folder")
             return None
         try:
-            state: dict[str, Any] = torch.load(
-                file, weights_only=True, map_location="cpu"
-            )
+            state: dict[str, Any] = torch.load(file, "cpu", weights_only=True)
         except (OSError, RuntimeError, ValueError, EOFError, UnpicklingError) as error:
-            raise OutputError(
-                f"{file} is damaged; train again into another folder"
-            ) from error
-        if changed := _changed_names(state["run"], run):
-            raise OutputError(
-                f"{self.path} holds a training with other settings "
-                f"({', '.join(changed)}); choose another folder, or give the same "
-                "settings"
-            )
+            fix = "train again into another folder"
+            raise OutputError(f"{file} is damaged; {fix}") from error
+        old = state["run"]
+        changed = [] if old["data"] == run["data"] else ["data"]
+        for part in ("settings", "options"):
+            names = old[part].keys() | run[part].keys()
+            changed += sorted(n for n in names if old[part].get(n) != run[part].get(n))
+        if changed:
+            names = ", ".join(changed).replace("_", " ")
+            fact = f"{self.path} holds a training with other settings ({names})"
+            fix = "choose another folder, or give the same settings"
+            raise OutputError(f"{fact}; {fix}")
         return state
 
     def save(
@@ -140,10 +136,8 @@ class RunFolder:
         try:
             yield
         except (OSError, RuntimeError, SafetensorError) as error:
-            raise OutputError(
-                f"cannot write {self.path} ({error}); free some space or choose "
-                "another folder"
-            ) from error
+            fix = "free some space or choose another folder"
+            raise OutputError(f"cannot write {self.path} ({error}); {fix}") from error
 
 
 def _link_or_copy(source: str, copy: str) -> str:
@@ -156,11 +150,3 @@ def _link_or_copy(source: str, copy: str) -> str:
         except OSError:  # another file system, or one without links
             pass
     return shutil.copy2(real, copy)
-
-
-def _changed_names(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    changed = [] if one["data"] == other["data"] else ["data"]
-    for part in ("settings", "options"):
-        names = one[part].keys() | other[part].keys()
-        changed += sorted(n for n in names if one[part].get(n) != other[part].get(n))
-    return [name.replace("_", " ") for name in changed]

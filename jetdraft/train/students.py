@@ -76,19 +76,17 @@ class Missed:
     places: int
 
 
-def compare_missed(
-    logits: Tensor, batch: LessonBatch, can_draft: Tensor | None
-) -> Missed:
+def compare_missed(logits: Tensor, batch: LessonBatch, known: Tensor | None) -> Missed:
     """Compare a drafter's logits float [w, tokens] at wrong places with the target.
 
-    Both distributions are within `can_draft` bool [vocabulary], None for all; a place
+    Both distributions are within `known` bool [vocabulary], None for all; a place
     without such tokens does not count. A drafter may lack the target's last tokens.
     """
     ours, wanted = logits.float(), batch.logits
-    if can_draft is not None:
-        ours = F.pad(ours, (0, len(can_draft) - ours.shape[-1]))
-        ours = ours.masked_fill(~can_draft, -torch.inf)
-        wanted = wanted.masked_fill(~can_draft[batch.ids], -torch.inf)
+    if known is not None:
+        ours = F.pad(ours, (0, len(known) - ours.shape[-1]))
+        ours = ours.masked_fill(~known, -torch.inf)
+        wanted = wanted.masked_fill(~known[batch.ids], -torch.inf)
     counts = wanted.isfinite().any(-1)
     ours, wanted, ids = ours[counts], wanted[counts], batch.ids[counts]
     scores = ours.log_softmax(-1).gather(-1, ids)
@@ -145,10 +143,8 @@ class Student(ABC):
         own = dict(model.named_parameters())
         for name, weight in weights.items():
             if name not in own or own[name].shape != weight.shape:
-                raise CheckpointError(
-                    f"the learned weights do not fit {self.source}; give the "
-                    "checkpoint that was exported"
-                )
+                fact = f"the learned weights do not fit {self.source}"
+                raise CheckpointError(f"{fact}; give the checkpoint that was exported")
             own[name].data = weight
 
 
@@ -180,9 +176,8 @@ class ModelStudent(Student):
         try:
             checkpoint = Checkpoint.load(self.source, self.dtype)
         except CheckpointError as error:
-            raise CheckpointError(
-                f"cannot read the drafter's checkpoint ({error}); name it with --from"
-            ) from error
+            fact = f"cannot read the drafter's checkpoint ({error})"
+            raise CheckpointError(f"{fact}; name it with --from") from error
         return checkpoint.fit_to_target(self.bundle.target.contract.vocab_size)
 
     def _load_with(self, weights: Mapping[str, Tensor]) -> Checkpoint:
@@ -244,14 +239,11 @@ class HeadStudent(Student):
         try:
             head = load_head(self.source, target, dtype)
         except CheckpointError as error:
-            raise CheckpointError(
-                f"cannot read the head ({error}); name it with --from"
-            ) from error
+            fact = f"cannot read the head ({error})"
+            raise CheckpointError(f"{fact}; name it with --from") from error
         if not isinstance(head, Eagle):
-            raise CheckpointError(
-                f"{self.source} is not a head of EAGLE or MTP; give the head that was "
-                "exported"
-            )
+            fact = f"{self.source} is not a head of EAGLE or MTP"
+            raise CheckpointError(f"{fact}; give the head that was exported")
         ids = self.bundle.draft_vocabulary()
         if ids is not None and head.ids is None:
             cut_head(head, torch.from_numpy(ids), dtype)

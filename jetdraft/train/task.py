@@ -5,8 +5,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from itertools import compress
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from accelerate import Accelerator
@@ -135,12 +136,7 @@ class Run:
         rows = self.target.vocab_size
         if count >= rows:
             return None
-        learned = [
-            token
-            for example in self.corpus.training
-            for token, is_learned in zip(example.ids, example.learned, strict=True)
-            if is_learned
-        ]
+        learned = [t for x in self.corpus.training for t in compress(x.ids, x.learned)]
         counts = torch.bincount(torch.tensor(learned), minlength=rows)
         return counts.argsort(descending=True, stable=True)[:count].sort().values
 
@@ -148,19 +144,14 @@ class Run:
         """Raise `TrainingError` if a number in `losses` is infinite or NaN."""
         if torch.isfinite(losses).all():
             return
-        outcome = (
-            f"the last good checkpoint is in {self.folder.path}"
-            if self.folder.has_weights
-            else "nothing had been learned yet"
-        )
-        advice = (
-            "train again into another folder with a lower --learning-rate"
-            if self.step
-            else "check the target, whose own loss on this data is not a number"
-        )
-        raise TrainingError(
-            f"the loss of step {self.step + 1} is not a number; {outcome}; {advice}"
-        )
+        outcome = "nothing had been learned yet"
+        if self.folder.has_weights:
+            outcome = f"the last good checkpoint is in {self.folder.path}"
+        advice = "check the target, whose own loss on this data is not a number"
+        if self.step:
+            advice = "train again into another folder with a lower --learning-rate"
+        fact = f"the loss of step {self.step + 1} is not a number; {outcome}"
+        raise TrainingError(f"{fact}; {advice}")
 
 
 Tensors = dict[str, Tensor]
@@ -191,9 +182,7 @@ class Sums:
     accepted: Tensor | None = None
 
     @classmethod
-    def of(
-        cls, losses: Tensor, right: Tensor, place: Tensor, learned: Tensor
-    ) -> "Sums":
+    def of(cls, losses: Tensor, right: Tensor, place: Tensor, learned: Tensor) -> Self:
         """Add up the `losses` [k] and the hits `right` bool [k] of k guesses.
 
         Guess i counts at `place[i]`, int64 [k]; `learned` bool [..., places] has them.
@@ -367,10 +356,8 @@ class Task(ABC):
         losses, places, tried, hits = sum_fields(parts, "losses", "places", *counts)
         run.check_finite(losses)
         rates = hits / tried.clamp(min=1)
-        figures: dict[str, Any] = {
-            "losses": round_figures(losses / places.clamp(min=1)),
-            "acceptance": round_figures(rates),
-        }
+        means = {"losses": losses / places.clamp(min=1), "acceptance": rates}
+        figures: dict[str, Any] = {n: round_figures(x) for n, x in means.items()}
         if has_reached:
             figures["tokens_per_pass"] = round(1 + rates.cumprod(0).sum().item(), 3)
         return figures
@@ -405,9 +392,7 @@ class Task(ABC):
     def contents(self, run: Run, weights: Tensors, figures: Any) -> Contents:
         """Return the config's fields and the tensors that the export will read."""
 
-    def save(
-        self, run: Run, weights: dict[str, Tensor], state: Any, figures: Any
-    ) -> None:
+    def save(self, run: Run, weights: Tensors, state: Any, figures: Any) -> None:
         """Write config, tensors, state, and `figures`, which may be None."""
         config, tensors = self.contents(run, weights, figures)
         if self.figures_file:
@@ -430,10 +415,8 @@ class ProbeTask(Task):
         """Refuse, as the parent does, and refuse a target with probes."""
         super().check_target(target)
         if target.streams is not None:
-            raise CheckpointError(
-                f"{target.source} already has streams or prompt tokens; give a "
-                "checkpoint without"
-            )
+            fact = f"{target.source} already has streams or prompt tokens"
+            raise CheckpointError(f"{fact}; give a checkpoint without")
 
     def begin(self, run: Run) -> None:
         run.folder.add_target(run.source, run.base)

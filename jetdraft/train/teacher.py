@@ -43,10 +43,8 @@ def load_target(source: str, learned: str = "heads") -> tuple[Checkpoint, str]:
 def refuse_gguf(source: str, learned: str) -> None:
     """Raise `CheckpointError` for a GGUF file; `learned` names what is trained."""
     if is_gguf(source):
-        raise CheckpointError(
-            f"{source} is a GGUF file, and {learned} are trained for a folder; give "
-            "the model's Hugging Face folder"
-        )
+        fact = f"{source} is a GGUF file, and {learned} are trained for a folder"
+        raise CheckpointError(f"{fact}; give the model's Hugging Face folder")
 
 
 @dataclass(frozen=True)
@@ -124,9 +122,8 @@ def compute_states(model: Any, ids: Tensor, taps: Sequence[int]) -> Tensor:
 @torch.no_grad()
 def states_at(model: Any, ids: Tensor, taps: Sequence[int]) -> list[Tensor]:
     """Run the target; returns its states [b, T, h] after `taps` layers, -1: normed."""
-    outputs = model(
-        input_ids=ids, output_hidden_states=True, use_cache=False, logits_to_keep=1
-    )
+    wanted = {"output_hidden_states": True, "use_cache": False, "logits_to_keep": 1}
+    outputs = model(input_ids=ids, **wanted)
     return [outputs.hidden_states[tap] for tap in taps]
 
 
@@ -141,11 +138,8 @@ def logits_at(model: Any, ids: Tensor, rows: Tensor, places: Tensor) -> Tensor:
     def choose(head: Any, args: tuple[Tensor]) -> Tensor:
         return args[0][rows, places]
 
-    handle = model.get_output_embeddings().register_forward_pre_hook(choose)
-    try:
+    with model.get_output_embeddings().register_forward_pre_hook(choose):
         logits: Tensor = model(input_ids=ids, use_cache=False).logits
-    finally:
-        handle.remove()
     return logits
 
 
@@ -175,10 +169,8 @@ def check_cache_folder(folder: Path | None) -> None:
     except OSError:
         is_cache = False
     if not is_cache:
-        raise OutputError(
-            f"{folder} is neither an empty folder nor the cache of a training; choose "
-            "another folder"
-        )
+        fact = f"{folder} is neither an empty folder nor the cache of a training"
+        raise OutputError(f"{fact}; choose another folder")
     check_writable(folder / OWNER_FILE)
 
 
@@ -201,9 +193,8 @@ class TensorCache:
             # Whole at once, since other processes of the training read it now.
             write_text(note, owner)
         except OSError as error:
-            raise OutputError(
-                f"cannot write {folder} ({error.strerror}); choose another folder"
-            ) from error
+            fact = f"cannot write {folder} ({error.strerror})"
+            raise OutputError(f"{fact}; choose another folder") from error
         for file in sorted(folder.glob("states-*.safetensors")):
             with _convert_errors(file), safe_open(file, "pt") as opened:
                 self._places |= dict.fromkeys(opened.keys(), file)
@@ -241,10 +232,8 @@ class TensorCache:
             save_file(self._pending, partial)
             partial.rename(file)
         except (OSError, SafetensorError) as error:
-            raise OutputError(
-                f"cannot write {file} ({error}); free some space or choose another "
-                "folder"
-            ) from error
+            fix = "free some space or choose another folder"
+            raise OutputError(f"cannot write {file} ({error}); {fix}") from error
         self._places |= dict.fromkeys(self._pending, file)
         self._pending = {}
 

@@ -63,10 +63,8 @@ class Training(Run):
         length = self.options.sequence_length
         shortest, purpose = task.shortest_sequence()
         if length < shortest:
-            raise OptionError(
-                f"sequences of {length} tokens are too short for {purpose}; give "
-                f"{shortest} or more"
-            )
+            fact = f"sequences of {length} tokens are too short for {purpose}"
+            raise OptionError(f"{fact}; give {shortest} or more")
         self.target, tuned = task.load(target)
         task.check_target(self.target)
         self.source = checkpoint_folder(target)
@@ -92,10 +90,8 @@ class Training(Run):
     def _read_corpus(self, data: Sequence[Path]) -> Corpus:
         target, options = self.target, self.options
         if target.tokenizer is None:
-            raise DataError(
-                f"{target.source} has no tokenizer to read the data with; add a "
-                "tokenizer"
-            )
+            fact = f"{target.source} has no tokenizer to read the data with"
+            raise DataError(f"{fact}; add a tokenizer")
         chat = target.chat_template
         return Corpus.read(
             data,
@@ -121,13 +117,17 @@ class Training(Run):
         with state.main_process_first():
             self.task.begin(self)
         parts = (options.seed, options.sequence_length, options.validation_share)
+        together = TEXTS_AT_ONCE
+        if state.device.type == "cuda":
+            memory = torch.cuda.get_device_properties(state.device).total_memory
+            together *= max(1, round(memory / GPU_BYTES))
         self._written = WrittenTexts(
             self.folder.path / "written",
             f"{self.base} {self.corpus.sha256} {parts} {len(chosen)}",
             self.target.model.to(state.device),
             self.target.eos_token_ids,
             options.sequence_length,
-            max(options.batch_size, _texts_at_once(state.device)),
+            max(options.batch_size, min(together, MAX_TEXTS_AT_ONCE)),
             options.seed,
             self.task.writer(self.target),
             state.process_index,
@@ -167,9 +167,7 @@ class Training(Run):
             raise
         return figures
 
-    def _report(
-        self, report: Report, loss: float, figures: dict[str, Any] | None
-    ) -> None:
+    def _report(self, report: Report, loss: float, figures: Any) -> None:
         if self.accelerator.is_main_process:
             report(Progress(self.step, self.steps, loss, figures))
 
@@ -184,9 +182,8 @@ class Training(Run):
         with accelerator.autocast():
             loss = self.task.loss(self, module, batch)
         accelerator.backward(loss)
-        norm = accelerator.clip_grad_norm_(
-            self.weights.values(), self.task.largest_norm
-        )
+        most = self.task.largest_norm
+        norm = accelerator.clip_grad_norm_(self.weights.values(), most)
         # An infinite gradient would spoil the weights without a warning.
         self.check_finite(torch.stack([loss.detach(), norm]))
         # A run that resumes from half of a step would do the other half twice.
@@ -248,10 +245,3 @@ def check_batch_size(batch_size: int, processes: int) -> None:
             f"batches of {batch_size} sequences cannot be shared by {processes} "
             f"processes; give --batch-size {processes} or more"
         )
-
-
-def _texts_at_once(device: torch.device) -> int:
-    if device.type != "cuda":
-        return TEXTS_AT_ONCE
-    memory = torch.cuda.get_device_properties(device).total_memory
-    return min(MAX_TEXTS_AT_ONCE, TEXTS_AT_ONCE * max(1, round(memory / GPU_BYTES)))

@@ -46,14 +46,8 @@ def continuations(
             seen = torch.cat([seen, torch.ones_like(latest)], dim=1)
             # A text that has ended may lie at the end of the model's positions.
             positions = positions[:, -1:] + torch.tensor(grows)[:, None].to(seen)
-        return model(
-            input_ids=latest,
-            attention_mask=seen,
-            position_ids=positions,
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=1,
-        )
+        rows = {"attention_mask": seen, "position_ids": positions, "logits_to_keep": 1}
+        return model(input_ids=latest, **rows, past_key_values=cache, use_cache=True)
 
     return _sample(logits, tokens, prompts, counts, ends, seeds, ids)
 
@@ -73,13 +67,8 @@ def source_continuations(
     first = torch.tensor([list(start)] * len(sources), device=model.device)
 
     def logits(latest: Tensor, grows: list[bool], cache: Any) -> Any:
-        return model(
-            encoder_outputs=encoded,
-            attention_mask=seen,
-            decoder_input_ids=latest,
-            past_key_values=cache,
-            use_cache=True,
-        )
+        read = {"encoder_outputs": encoded, "attention_mask": seen, "use_cache": True}
+        return model(**read, decoder_input_ids=latest, past_key_values=cache)
 
     return _sample(logits, first, sources, counts, ends, seeds)
 
@@ -96,9 +85,8 @@ def _sample(
     """Sample token by token; `run` computes outputs for the latest tokens [b, n]."""
     longest = max(counts)
     draws = [torch.Generator().manual_seed(seed) for seed in seeds]
-    chances = torch.stack(
-        [torch.rand(longest, generator=draw, dtype=torch.float64) for draw in draws]
-    ).to(latest.device)
+    rows = [torch.rand(longest, generator=d, dtype=torch.float64) for d in draws]
+    chances = torch.stack(rows).to(latest.device)
     texts, left = [list(prompt) for prompt in prompts], list(counts)
     grows, cache = [count > 0 for count in counts], None
     for number in range(longest):
@@ -115,15 +103,12 @@ def _sample(
     return texts
 
 
-def _pad(
-    texts: Sequence[list[int]], device: torch.device, side: str
-) -> tuple[Tensor, Tensor]:
+def _pad(texts: Sequence[list[int]], device: Any, side: str) -> tuple[Tensor, Tensor]:
     """Return texts int64 [b, longest], padded on `side`, and a mask with 1 for text."""
     rows = [torch.tensor(text, dtype=torch.long) for text in texts]
-    ids, seen = (
-        pad_sequence(parts, batch_first=True, padding_side=side)
-        for parts in (rows, [torch.ones_like(row) for row in rows])
-    )
+    ids = pad_sequence(rows, batch_first=True, padding_side=side)
+    ones = [torch.ones_like(row) for row in rows]
+    seen = pad_sequence(ones, batch_first=True, padding_side=side)
     return ids.to(device), seen.to(device)
 
 

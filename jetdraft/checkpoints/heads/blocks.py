@@ -13,19 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from jetdraft.checkpoints.attention import attend
-from jetdraft.checkpoints.heads.draft_module import (
-    LAYER_RENAME,
-    DraftInputs,
-    DraftModule,
-    Renames,
-)
+from jetdraft.checkpoints.heads import draft_module, head_layers
 from jetdraft.checkpoints.heads.head_files import HeadFiles
-from jetdraft.checkpoints.heads.head_layers import (
-    HeadConfig,
-    make_layers,
-    project_heads,
-    rotate_rows,
-)
+from jetdraft.checkpoints.heads.head_layers import project_heads, rotate_rows
 from jetdraft.errors import CheckpointError
 
 # Of module, query [b, heads, q, d], key and value [b, kv_heads, k, d]: [b, q, heads, d]
@@ -34,7 +24,7 @@ MAX_BLOCK_TOKENS = 64  # The most tokens of a block that a drafter may fill.
 
 
 @dataclass(frozen=True)
-class BlockConfig(HeadConfig):
+class BlockConfig(head_layers.HeadConfig):
     """The sizes of a block drafter, and the token whose embedding stands for a mask."""
 
     mask_token: int = 0
@@ -45,22 +35,22 @@ class BlockConfig(HeadConfig):
     """The width of a Markov head, 0 without it."""
 
 
-class BlockDrafter(DraftModule):
+class BlockDrafter(draft_module.DraftModule):
     """Decoder layers whose rows see a whole block."""
 
     config: BlockConfig
     reads_text = False
     """Whether the context is made of tokens; otherwise it is made of features."""
 
-    renames: ClassVar[Renames] = (
+    renames: ClassVar[draft_module.Renames] = (
         (r"(?:model\.)?verifier_.*", None),
-        (r"(?:model\.)?" + LAYER_RENAME[0], LAYER_RENAME[1]),
+        (r"(?:model\.)?(layers\..*)", r"stack.\1"),
         (r"model\.(.*)", r"\1"),
     )
 
     def __init__(self, config: BlockConfig, target: Any = None) -> None:
         super().__init__(config, target)
-        self.stack = make_layers(config)
+        self.stack = head_layers.make_layers(config)
         self.norm = self.stack.norm(config.hidden_size)
 
     def forward(
@@ -71,12 +61,9 @@ class BlockDrafter(DraftModule):
         `context` has features [b, n, h] or tokens int64 [b, n], `block` tokens int64
         [b, m] (masks from the vocabulary's size on), `positions` int64 [b, n + m].
         """
-        if self.reads_text:
-            states = self.embed(torch.cat([context, block], dim=1))
-            keys = None
-        else:
-            states = self.embed(block)
-            keys = context.to(states.dtype)
+        reads = self.reads_text
+        states = self.embed(torch.cat([context, block], dim=1) if reads else block)
+        keys = None if reads else context.to(states.dtype)
         queries = positions[:, -states.shape[1] :]
         turns = [self.stack.rotations(states, rows) for rows in (queries, positions)]
         for layer in self.stack.layers:
@@ -86,10 +73,8 @@ class BlockDrafter(DraftModule):
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Return embeddings [b, n, h] of tokens and masks."""
-        is_mask = tokens >= self.config.vocab_size
-        rows: Tensor = self.embed_tokens(
-            torch.where(is_mask, self.config.mask_token, tokens)
-        )
+        is_mask, mask = tokens >= self.config.vocab_size, self.config.mask_token
+        rows: Tensor = self.embed_tokens(torch.where(is_mask, mask, tokens))
         return rows
 
     def mask_states(self, states: Tensor) -> Tensor:
@@ -101,7 +86,7 @@ class BlockDrafter(DraftModule):
         logits: Tensor = self.lm_head(self.mask_states(states))
         return logits
 
-    def draft(self, given: DraftInputs) -> tuple[Tensor, None]:
+    def draft(self, given: draft_module.DraftInputs) -> tuple[Tensor, None]:
         """Return the logits [1, slots, choices] of the masks; no carried state."""
         context = given.tokens if self.reads_text else given.features
         attention = block_attention(self.block_rows, self.reads_text)
@@ -128,15 +113,12 @@ def block_attention(size: int, context_asks: bool) -> Attention:
 
     def attention(module: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         groups = query.shape[1] // key.shape[1]
-        idle = torch.cat([key * 0] * groups, dim=1)
-        before = idle
+        before = idle = torch.cat([key * 0] * groups, dim=1)
         if context_asks:
             before = torch.cat([query[:, :, :-size], idle[:, :, -size:]], dim=2)
-        twice = [
-            torch.cat([first, last[:, :, -size:]], dim=2)
-            for first, last in ((before, query), (key, key), (value, value))
-        ]
-        mixed, _ = attend(module, twice[0], twice[1], twice[2], None, module.scaling)
+        pairs = (before, query), (key, key), (value, value)
+        q, k, v = (torch.cat([one, last[:, :, -size:]], dim=2) for one, last in pairs)
+        mixed, _ = attend(module, q, k, v, None, module.scaling)
         if not context_asks:
             return mixed[:, -size:]
         return torch.cat([mixed[:, : -2 * size], mixed[:, -size:]], dim=1)
@@ -155,10 +137,8 @@ def _run_layer(
     normed = layer.input_layernorm(states)
     sources = normed if keys is None else torch.cat([keys, normed], dim=1)
     module = layer.self_attn
-    query, key, value = (
-        project_heads(module, name, rows)
-        for name, rows in (("q", normed), ("k", sources), ("v", sources))
-    )
+    query = project_heads(module, "q", normed)
+    key, value = (project_heads(module, name, sources) for name in "kv")
     query, key = map(rotate_rows, (query, key), turns)
     states = states + module.o_proj(attention(module, query, key, value).flatten(2))
     output: Tensor = states + layer.mlp(layer.post_attention_layernorm(states))

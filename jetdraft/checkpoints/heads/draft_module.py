@@ -8,16 +8,10 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from jetdraft.checkpoints.attention import KeysAndValues, PassThroughCache
+from jetdraft.checkpoints import attention
 from jetdraft.checkpoints.checkpoint import Checkpoint
-from jetdraft.checkpoints.heads.head_files import (
-    EMBEDDING_WEIGHT,
-    LAYER_KEYS,
-    LM_HEAD_WEIGHT,
-    HeadFiles,
-    Sizes,
-    Tensors,
-)
+from jetdraft.checkpoints.heads import head_files
+from jetdraft.checkpoints.heads.head_files import HeadFiles, Sizes, Tensors
 from jetdraft.checkpoints.heads.head_layers import HeadConfig, HeadLayers
 from jetdraft.contracts.step_contract import StepContract
 from jetdraft.errors import CheckpointError
@@ -76,9 +70,9 @@ class DraftInputs:
     features: Tensor = _EMPTY
     recent: Tensor = _EMPTY
     block: Tensor = _EMPTY
-    target: KeysAndValues = field(default_factory=list)
+    target: attention.KeysAndValues = field(default_factory=list)
     target_length: Tensor = _EMPTY
-    cache: Cache = field(default_factory=PassThroughCache)
+    cache: Cache = field(default_factory=attention.PassThroughCache)
 
 
 # Pairs of a pattern of names in files and a name in a module; None drops a tensor.
@@ -88,49 +82,37 @@ TARGET_RENAMES: Renames = ((r"(lm_head|embed_tokens)\..*", None), LAYER_RENAME)
 
 
 class DraftModule(nn.Module):
-    """A drafter; `ids` int64 [draft vocabulary] are the target's ids, None for all."""
+    """A drafter; `ids` int64 [draft vocabulary] are the target's ids, None for all.
+
+    published         the published heads that it reads, as users call them: "EAGLE-1"
+    speculators       the names of such heads in the library speculators
+    in_target         whether it lies in the files of its target
+    mark              the name of a tensor that only files of this class have
+    model_types       what only the config of this class says of its `model_type`
+    recognized_last   whether it is tried last, since its files have no own mark
+    cuts_vocabulary   whether an export can cut its LM head to a part of the vocabulary
+    keys              the keys of its config that have an effect
+    has_own_matrices  whether its files may hold an embedding and an LM head of its own
+    fusion_names      the modules that fuse taps, in the target's graph and in float32
+    one_layer         whether files with more decoder layers are refused
+    target_layers     the target's layers that it reads, by the numbers of their buffers
+    """
 
     published: ClassVar[str] = ""
-    """The published heads that this class reads, as users call them: "EAGLE-1"."""
-
     speculators: ClassVar[tuple[str, ...]] = ()
-    """The names of such heads in the library speculators."""
-
     in_target: ClassVar[bool] = False
-    """Whether it lies in the files of its target, and is exported with it."""
-
     mark: ClassVar[str] = ""
-    """The name of a tensor that only files of this class have."""
-
     model_types: ClassVar[tuple[str, ...]] = ()
-    """What only the config of this class says of its `model_type`."""
-
     recognized_last: ClassVar[bool] = False
-    """Whether it is tried last, since its files have no mark of their own."""
-
     cuts_vocabulary: ClassVar[bool] = True
-    """Whether an export can cut its LM head to a part of the vocabulary."""
-
     reads: ClassVar[Reads] = Reads()
-    keys: ClassVar[Collection[str]] = LAYER_KEYS
-    """The keys of its config that have an effect."""
-
+    keys: ClassVar[Collection[str]] = head_files.LAYER_KEYS
     renames: ClassVar[Renames] = TARGET_RENAMES
     has_own_matrices: ClassVar[bool] = False
-    """Whether its files may hold an embedding and an LM head of its own."""
-
     fusion_names: ClassVar[tuple[str, ...]] = ()
-    """The names of the modules that fuse taps, in the target's graph and in float32."""
-
     one_layer: ClassVar[bool] = False
-    """Whether files with more decoder layers are refused."""
-
     target_layers: tuple[int, ...] = (-1,)
-    """The target's layers that it reads, by the numbers of their buffers."""
-
-    has_target_head_rows = False
-    """Whether its LM head consists of some rows of the target's LM head."""
-
+    has_target_head_rows = False  # Whether its LM head is some rows of the target's.
     config: HeadConfig
     ids: Tensor | None = None
     stack: HeadLayers
@@ -174,12 +156,12 @@ class DraftModule(nn.Module):
         if not self.has_own_matrices:
             return
         config, ids = self.config, self.ids
-        embedding, rows = tensors.get(EMBEDDING_WEIGHT), tensors.get(LM_HEAD_WEIGHT)
+        embedding = tensors.get(head_files.EMBEDDING_WEIGHT)
+        rows = tensors.get(head_files.LM_HEAD_WEIGHT)
         if embedding is not None and not _equal(embedding, self.embed_tokens.weight):
             self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        if rows is not None and (
-            ids is not None or not _equal(rows, self.lm_head.weight)
-        ):
+        own_rows = ids is not None or not _equal(rows, self.lm_head.weight)
+        if rows is not None and own_rows:
             size = config.draft_vocab_size
             self.lm_head = nn.Linear(config.hidden_size, size, bias=False)
         elif ids is not None:
@@ -209,7 +191,7 @@ class DraftModule(nn.Module):
     def attend_with(self, implementation: str) -> None:
         """Set the attention: "eager", "sdpa", or "jetdraft" over fixed KV buffers."""
         if isinstance(getattr(self, "stack", None), HeadLayers):
-            self.stack.attend_with(implementation)
+            attention.set_attention_of_parts(self.stack, implementation)
 
     @property
     def first_layer(self) -> Any:
@@ -261,5 +243,7 @@ def lm_head_rows(lm_head: nn.Module, ids: Tensor) -> nn.Linear:
     return cut
 
 
-def _equal(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and torch.equal(one.float(), other.detach().float())
+def _equal(one: Tensor | None, other: Tensor) -> bool:
+    if one is None or one.shape != other.shape:
+        return False
+    return torch.equal(one.float(), other.detach().float())

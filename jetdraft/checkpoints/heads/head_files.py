@@ -76,9 +76,8 @@ class HeadFiles:
                 "published head"
             ) from error
         if not isinstance(config, dict):
-            raise CheckpointError(
-                f"the config.json of {source} is no object; fetch it again"
-            )
+            fact = f"the config.json of {source} is no object"
+            raise CheckpointError(f"{fact}; fetch it again")
         return cls(source, config, _read_tensors(source, folder))
 
     @property
@@ -103,9 +102,7 @@ class HeadFiles:
         """Whether a pattern matches the whole name of some tensor."""
         return any(re.fullmatch(pattern, name) for name in self.tensors)
 
-    def rename_tensors(
-        self, table: Iterable[tuple[str, str | None]]
-    ) -> dict[str, Tensor]:
+    def rename_tensors(self, table: Iterable[tuple[str, str | None]]) -> Tensors:
         """Return tensors renamed by the first matching pattern, or dropped for None."""
         patterns = [(re.compile(old), new) for old, new in table]
         tensors = {}
@@ -138,10 +135,8 @@ class HeadFiles:
         if set(config.get("layer_types") or ()) - {"full_attention"}:
             unknown.add("layer_types")
         if unknown:
-            names = ", ".join(
-                f"{printable(name, 60)}={printable(repr(config[name]), 60)}"
-                for name in sorted(unknown)[:9]
-            )
+            first = [(printable(n, 60), repr(config[n])) for n in sorted(unknown)[:9]]
+            names = ", ".join(f"{name}={printable(value, 60)}" for name, value in first)
             raise CheckpointError(
                 f"the config of {self.source} has {names}, which jetdraft does not "
                 "know; a head is never read in part, so give another head"
@@ -176,9 +171,8 @@ class HeadFiles:
         fact = f"no {name}"
         if name in self.config:
             fact = f"{name}={printable(repr(self.config[name]), 60)}"
-        return CheckpointError(
-            f"the config of {self.source} has {fact}; it needs {needed}"
-        )
+        of = self.source
+        return CheckpointError(f"the config of {of} has {fact}; it needs {needed}")
 
     def _rope(self) -> dict[str, Any]:
         """Return RoPE settings in transformers 5's form; the base is 10000 if unset."""
@@ -201,10 +195,8 @@ class HeadFiles:
         heads = self.positive_integer("num_attention_heads")
         query = tensors.get(f"{FIRST_LAYER}self_attn.q_proj.weight")
         if query is None or query.shape[0] % heads:
-            raise CheckpointError(
-                f"{self.source} has no q_proj of {heads} heads in its first layer; "
-                "fetch it again"
-            )
+            fact = f"{self.source} has no q_proj of {heads} heads in its first layer"
+            raise CheckpointError(f"{fact}; fetch it again")
         own = [name for name in tensors if name.startswith("stack.layers.")]
         activation = self.config.get("hidden_act") or "silu"
         if not isinstance(activation, str) or activation not in ACT2FN:
@@ -226,9 +218,7 @@ class HeadFiles:
             "qk_norm": f"{FIRST_LAYER}self_attn.q_norm.weight" in tensors,
         }
 
-    def fields_beside(
-        self, tensors: Mapping[str, Tensor], target: Checkpoint
-    ) -> dict[str, Any]:
+    def fields_beside(self, tensors: Tensors, target: Checkpoint) -> dict[str, Any]:
         """Return the layers' fields, and the target's width and vocabulary size."""
         fields = self.layer_fields(tensors)
         size = target.model.config.get_text_config(decoder=True).hidden_size
@@ -251,9 +241,7 @@ class HeadFiles:
             )
         return target.vocab_size
 
-    def mapped_ids(
-        self, tensors: dict[str, Tensor], target: Checkpoint
-    ) -> Tensor | None:
+    def mapped_ids(self, tensors: Tensors, target: Checkpoint) -> Tensor | None:
         """Take the map out of `tensors`; return the target's id of each LM head row."""
         own, size = self.positive_integer("vocab_size"), target.vocab_size
         rows = self.config.get("draft_vocab_size") or own
@@ -340,10 +328,8 @@ def _read_tensors(source: str, folder: Path) -> dict[str, Tensor]:
             tensors |= _read_weight_file(file)
         if tensors:
             return tensors
-    raise CheckpointError(
-        f"{source} has no weights in .safetensors, pytorch_model.bin or *_lm_head.pt; "
-        "fetch it again"
-    )
+    fact = f"{source} has no weights in .safetensors, pytorch_model.bin or *_lm_head.pt"
+    raise CheckpointError(f"{fact}; fetch it again")
 
 
 def _read_weight_file(file: Path) -> dict[str, Tensor]:
@@ -351,15 +337,11 @@ def _read_weight_file(file: Path) -> dict[str, Tensor]:
         if file.suffix == ".safetensors":
             return load_file(file)
         contents = torch.load(file, weights_only=True, map_location="cpu", mmap=True)
-    except (OSError, RuntimeError, ValueError, EOFError) as error:
-        raise CheckpointError(f"{file} is damaged; fetch it again") from error
-    except SafetensorError as error:
+    except (OSError, RuntimeError, ValueError, EOFError, SafetensorError) as error:
         raise CheckpointError(f"{file} is damaged ({error}); fetch it again") from error
     except UnpicklingError as error:
-        raise CheckpointError(
-            f"{file} holds code beside its weights, which is never run; give a file of "
-            "tensors only"
-        ) from error
+        fact = f"{file} holds code beside its weights, which is never run"
+        raise CheckpointError(f"{fact}; give a file of tensors only") from error
     if not isinstance(contents, dict):
         raise CheckpointError(f"{file} holds no table of tensors; fetch it again")
     return {str(name): t for name, t in contents.items() if torch.is_tensor(t)}

@@ -4,7 +4,7 @@ import copy
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 from torch import Tensor, nn
 from transformers import LlamaConfig, Qwen3Config
@@ -52,6 +52,14 @@ class HeadConfig:
     qk_norm: bool = False
     slots: int = 1
     """Tokens that one row drafts, or that a block has for tokens to be drafted."""
+
+    @classmethod
+    def beside(cls, target: Any, width: int, **others: Any) -> Self:
+        """Make the config of a head with the width and the tokens of a target."""
+        rows = target.vocab_size
+        ends = {"vocab_size": rows, "draft_vocab_size": rows}
+        widths = dict.fromkeys(("hidden_size", "target_hidden_size"), width)
+        return cls(**(widths | ends | others))
 
     @property
     def fields(self) -> dict[str, Any]:
@@ -133,13 +141,6 @@ class HeadLayers(nn.Module):
         if isinstance(kinds, dict):  # frequencies of their own for each kind of layer
             return self.rotary(states, positions, layer_type=self.config.layer_types[0])
         return self.rotary(states, positions)
-
-    def attend_with(self, implementation: str) -> None:
-        """Set the attention of all layers, by its name in `AttentionInterface`."""
-        for module in self.modules():
-            config = getattr(module, "config", None)
-            if config is not None:
-                config._attn_implementation = implementation
 
 
 def rotate_rows(rows: Tensor, turns: tuple[Tensor, Tensor]) -> Tensor:

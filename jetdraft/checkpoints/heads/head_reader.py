@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -13,7 +12,7 @@ from transformers.initialization import no_init_weights
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.folder import as_checkpoint_error
 from jetdraft.checkpoints.heads.draft_module import DraftModule
-from jetdraft.checkpoints.heads.head_files import HeadFiles
+from jetdraft.checkpoints.heads.head_files import HeadFiles, Tensors
 from jetdraft.checkpoints.parameters import convert_while_running
 from jetdraft.errors import CheckpointError, UnsupportedModelError, printable
 from jetdraft.runtime.planning.registry import load_object, methods
@@ -98,11 +97,8 @@ def find_drafter_class(files: HeadFiles, target: str) -> type[DraftModule]:
 
 def _no_head_message(files: HeadFiles, target: str) -> str:
     source = files.source
-    if source == target or (
-        os.path.exists(target)
-        and os.path.exists(source)
-        and os.path.samefile(source, target)
-    ):
+    both_exist = os.path.exists(target) and os.path.exists(source)
+    if source == target or (both_exist and os.path.samefile(source, target)):
         return (
             f"{source} has no MTP module that jetdraft knows, so it is no head of "
             "itself; export without the head"
@@ -122,22 +118,16 @@ def _no_head_message(files: HeadFiles, target: str) -> str:
 
 
 def _load_tensors(
-    files: HeadFiles,
-    head: DraftModule,
-    tensors: Mapping[str, Tensor],
-    taken: tuple[str, ...],
+    files: HeadFiles, head: DraftModule, tensors: Tensors, taken: tuple[str, ...]
 ) -> None:
     """Check and load a head's tensors; names that begin as in `taken` are skipped."""
     source, state = files.source, head.state_dict()
     wanted = {n: w for n, w in state.items() if not n.startswith(taken or ("\0",))}
     given = {n: t for n, t in tensors.items() if not n.startswith(taken or ("\0",))}
-    for fact, names in (
-        ("lacks", wanted.keys() - given.keys()),
-        ("has the unknown", given.keys() - wanted.keys()),
-    ):
-        if names:
+    for fact, a, b in (("lacks", wanted, given), ("has the unknown", given, wanted)):
+        if names := sorted(a.keys() - b.keys()):
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            first = files.stored_name(sorted(names)[0], tensors)
+            first = files.stored_name(names[0], tensors)
             raise CheckpointError(
                 f"{source} {fact} weight {printable(repr(first), 100)}{more}; give a "
                 "head that is complete and of a known layout"
@@ -162,7 +152,5 @@ def _check_finite_floats(source: str, name: str, tensor: Tensor) -> None:
             "float16 or bfloat16"
         )
     if not tensor.isfinite().all():
-        raise CheckpointError(
-            f"{name} of {source} has a NaN or an infinite number; fetch it again, or "
-            "train the head again"
-        )
+        fact = f"{name} of {source} has a NaN or an infinite number"
+        raise CheckpointError(f"{fact}; fetch it again, or train the head again")

@@ -8,12 +8,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
-from jetdraft.checkpoints.attention import (
-    SOURCE_ATTENTION,
-    answering_rows,
-    at_positions,
-    set_attention,
-)
+from jetdraft.checkpoints import attention
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.heads.blocks import MAX_BLOCK_TOKENS
 from jetdraft.checkpoints.heads.draft_module import DraftModule, Reads
@@ -46,7 +41,7 @@ class SourceDrafter(DraftModule):
                     module.layer_idx = place  # type: ignore[assignment]
         setattr(self.model.get_decoder(), name, chosen)
         self.masks = nn.Parameter(torch.zeros(config.slots, config.hidden_size))
-        set_attention(self.model, SOURCE_ATTENTION)
+        attention.set_attention(self.model, attention.SOURCE_ATTENTION)
 
     @property
     def lm_head(self) -> Any:
@@ -79,7 +74,8 @@ class SourceDrafter(DraftModule):
         if table is not None:  # a block may end after the last position
             last = table.weight.shape[0] - getattr(table, "offset", 0) - 1
             positions = positions.clamp(max=last)
-        with at_positions(self.model, positions), answering_rows(self.model, rows):
+        answered = attention.answering_rows(self.model, rows)
+        with attention.at_positions(self.model, positions), answered:
             logits: Tensor = self.model(decoder_inputs_embeds=states, **source).logits
         return logits.float()
 
@@ -100,10 +96,8 @@ class SourceDrafter(DraftModule):
             (slots > limit, f"fills {slots} tokens, and jetdraft at most {limit}"),
         ):
             if is_wrong:
-                raise CheckpointError(
-                    f"{source} {fact}; give the drafter that was trained for "
-                    f"{target.source}"
-                )
+                fix = f"give the drafter that was trained for {target.source}"
+                raise CheckpointError(f"{source} {fact}; {fix}")
         return config, None
 
     def target_weight_prefixes(self, target: Checkpoint) -> tuple[str, ...]:
@@ -126,10 +120,8 @@ def find_decoder_layers(model: Any) -> tuple[str, nn.ModuleList]:
     for name, child in model.get_decoder().named_children():
         if isinstance(child, nn.ModuleList):
             return name, child
-    raise UnsupportedModelError(
-        f"{type(model).__name__} has no list of layers in its decoder; choose another "
-        "architecture"
-    )
+    fact = f"{type(model).__name__} has no list of layers in its decoder"
+    raise UnsupportedModelError(f"{fact}; choose another architecture")
 
 
 def source_config(target: Checkpoint, layers: int, slots: int) -> HeadConfig:
@@ -143,14 +135,7 @@ def source_config(target: Checkpoint, layers: int, slots: int) -> HeadConfig:
             f"encoder-decoder of text, like T5, BART or Marian; {fix}"
         )
     width = target.model.get_input_embeddings().weight.shape[1]
-    return HeadConfig(
-        hidden_size=width,
-        target_hidden_size=width,
-        vocab_size=target.vocab_size,
-        draft_vocab_size=target.vocab_size,
-        num_layers=layers,
-        slots=slots,
-    )
+    return HeadConfig.beside(target, width, num_layers=layers, slots=slots)
 
 
 def source_fields(target: Checkpoint, config: HeadConfig) -> dict[str, Any]:

@@ -9,11 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutput
 
-from jetdraft.checkpoints.attention import (
-    distance_bias,
-    relative_bias_module,
-    set_attention,
-)
+from jetdraft.checkpoints import attention
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.heads.head_layers import HeadConfig
 from jetdraft.contracts.constants import HIDDEN
@@ -55,14 +51,12 @@ class SourceBatch(Batch):
         """Split rows: the prompt is the source, the text begins with `start`."""
         examples = split_batch(batch)
         sources = [example.ids[: example.prompt_size] for example in examples]
-        texts = [
-            Example.completed([*start, *example.ids[len(source) :]], len(start))
-            for example, source in zip(examples, sources, strict=True)
-        ]
+        written = [[*start, *x.ids[x.prompt_size :]] for x in examples]
+        texts = [Example.completed(ids, len(start)) for ids in written]
         device = batch.ids.device
-        written = collate(texts).to(device)
+        text = collate(texts).to(device)
         read = collate([Example.completed(ids, 0) for ids in sources]).to(device)
-        return cls(written.ids, written.labels, read.ids, read.labels != IGNORED)
+        return cls(text.ids, text.labels, read.ids, read.labels != IGNORED)
 
 
 @dataclass(frozen=True)
@@ -84,12 +78,8 @@ class SourceLesson(Lesson):
 def make_source_lesson(model: Any, batch: SourceBatch, glancing: float) -> SourceLesson:
     """Run the target over texts and sources; return the lesson, on their device."""
     with precision(batch.ids.device):
-        logits = model(
-            input_ids=batch.source,
-            attention_mask=batch.filled.long(),
-            decoder_input_ids=batch.ids,
-            use_cache=False,
-        ).logits
+        read = {"input_ids": batch.source, "attention_mask": batch.filled.long()}
+        logits = model(**read, decoder_input_ids=batch.ids, use_cache=False).logits
     known = torch.ones_like(batch.ids, dtype=torch.bool)
     return SourceLesson(
         *(batch.ids, batch.labels, list[Tensor](), logits[..., :0], logits, known),
@@ -120,16 +110,15 @@ class SourceBlockTask(BlockTask):
     def check_target(self, target: Checkpoint) -> None:
         """Raise `UnsupportedModelError` for a target that reads no source of text."""
         module.source_config(target, 1, 1)
-        set_attention(target.model, "sdpa")
+        attention.set_attention(target.model, "sdpa")
 
     def max_positions(self, model: Any) -> int | None:
         return position_limit(model)
 
     def check_texts(self, run: Run) -> None:
         """Raise `DataError` for a text without a source."""
-        if any(
-            not t.prompt_size for t in (*run.corpus.training, *run.corpus.validation)
-        ):
+        texts = *run.corpus.training, *run.corpus.validation
+        if not all(text.prompt_size for text in texts):
             raise DataError(
                 "an encoder-decoder writes about a source, and the data has texts "
                 "without one; give .jsonl with prompt and completion"
@@ -166,24 +155,17 @@ class SourceBlockTask(BlockTask):
             states = drafter.get_encoder()(lesson.source).last_hidden_state
         return replace(lesson, encoded=states)
 
-    def sums(
-        self, drafter: Any, lesson: SourceLesson, blocks: Blocks, learns: bool
-    ) -> Sums:
+    def sums(self, drafter: Any, lesson: Any, blocks: Blocks, learns: bool) -> Sums:
         return super().sums(drafter, self.encode(drafter, lesson), blocks, learns)
 
     def shown(
-        self,
-        drafter: Any,
-        lesson: SourceLesson,
-        blocks: Blocks,
-        open_places: Tensor,
-        learns: bool,
+        self, drafter: Any, lesson: Any, blocks: Blocks, opened: Tensor, learns: bool
     ) -> Tensor:
         """Show what the parent shows, and `glancing` tokens for each wrong guess."""
-        shown = super().shown(drafter, lesson, blocks, open_places, learns)
+        shown = super().shown(drafter, lesson, blocks, opened, learns)
         if not (learns and lesson.glancing) or blocks.chances is None:
             return shown
-        guessed = open_places & ~shown
+        guessed = opened & ~shown
         with torch.no_grad():
             logits = self.logits(drafter, lesson, blocks, shown, guessed)
         places = blocks.places(drafter.config.slots, lesson.ids.shape[1])
@@ -191,37 +173,29 @@ class SourceBlockTask(BlockTask):
         wrong[guessed] = logits.argmax(-1) != rows_at(lesson.ids, places)[guessed]
         count = (wrong.sum(-1, keepdim=True) * lesson.glancing).round()
         order = blocks.chances.masked_fill(~guessed, torch.inf).argsort(-1).argsort(-1)
-        return shown | (guessed & (order < count))
+        kept: Tensor = guessed & (order < count)
+        return shown | kept
 
     def logits(
-        self,
-        drafter: Any,
-        lesson: SourceLesson,
-        blocks: Blocks,
-        is_known: Tensor,
-        learned: Tensor,
+        self, drafter: Any, lesson: Any, blocks: Blocks, known: Tensor, learned: Tensor
     ) -> Tensor:
         ids, size = lesson.ids, drafter.config.slots
         count = ids.shape[1]
         slots = torch.arange(size, device=ids.device)
         masks = drafter.config.vocab_size + slots
-        block = torch.where(is_known, rows_at(ids, blocks.places(size, count)), masks)
+        block = torch.where(known, rows_at(ids, blocks.places(size, count)), masks)
         behind = (blocks.anchors[..., None] + 1 + slots).flatten(1)
         rows = torch.arange(count, device=ids.device).expand(len(ids), -1)
         positions = torch.cat([rows, behind], dim=1)
         seen = block_mask(blocks.anchors, size, count, context_asks=True)
         own = (~seen).float() * HIDDEN
-        if relative_bias_module(drafter) is not None:
-            own = own + distance_bias(drafter, positions, positions, both_ways=True)
+        if attention.relative_bias_module(drafter) is not None:
+            own = own + attention.distance_bias(drafter, positions, positions, True)
         answered = torch.cat([torch.zeros_like(rows).bool(), learned.flatten(1)], 1)
         with self._masked.adding(Masks(lesson.mask, own)):
-            logits: Tensor = drafter(
-                torch.cat([ids, block.flatten(1)], dim=1),
-                positions,
-                answered,
-                encoder_outputs=BaseModelOutput(last_hidden_state=lesson.encoded),
-                use_cache=False,
-            )
+            read = BaseModelOutput(last_hidden_state=lesson.encoded)
+            given = torch.cat([ids, block.flatten(1)], dim=1), positions, answered
+            logits: Tensor = drafter(*given, encoder_outputs=read, use_cache=False)
         return logits
 
     def lesson(self, run: Run, batch: Batch, learns: bool) -> tuple[Any, ...]:

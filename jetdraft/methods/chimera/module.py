@@ -7,16 +7,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from jetdraft.checkpoints.attention import attend_over_buffers
+from jetdraft.checkpoints.attention import attend_to_buffers
 from jetdraft.checkpoints.checkpoint import Checkpoint
+from jetdraft.checkpoints.heads import head_layers
 from jetdraft.checkpoints.heads.draft_module import DraftInputs, DraftModule, Reads
 from jetdraft.checkpoints.heads.head_files import HeadFiles, Sizes, Tensors
-from jetdraft.checkpoints.heads.head_layers import (
-    HeadConfig,
-    make_layers,
-    project_heads,
-    rotate_rows,
-)
+from jetdraft.checkpoints.heads.head_layers import project_heads, rotate_rows
 from jetdraft.errors import CheckpointError
 
 ARCHITECTURE = "ChimeraDrafter"  # What the config of a drafter calls it.
@@ -38,42 +34,35 @@ class Chimera(DraftModule):
     one_layer = True
     reads = Reads(tokens=ROW_TOKENS, features=True, carries=True)
 
-    def __init__(self, config: HeadConfig, target: Any) -> None:
+    def __init__(self, config: head_layers.HeadConfig, target: Any) -> None:
         super().__init__(config, target)
         self.embed_tokens = target.get_input_embeddings()
         self.lm_head = target.get_output_embeddings()
-        self.stack = make_layers(config)
+        self.stack = head_layers.make_layers(config)
         width = config.hidden_size
-        self.trigram = nn.ModuleDict(
-            {
-                "block": nn.Linear(ROW_TOKENS * width, ROW_TOKENS * width, bias=False),
-                "down": nn.Linear(ROW_TOKENS * width, width, bias=False),
-            }
-        )
+        wide = ROW_TOKENS * width
+        sizes = {"block": wide, "down": width}
+        parts = {name: nn.Linear(wide, n, bias=False) for name, n in sizes.items()}
+        self.trigram = nn.ModuleDict(parts)
         self.norm = self.stack.norm(width)
         self.out = nn.Linear(2 * width, width, bias=False)
 
     def forward(
-        self,
-        trigrams: Tensor,
-        features: Tensor,
-        positions: Tensor,
-        attention: Attention,
+        self, tokens: Tensor, features: Tensor, positions: Tensor, attention: Attention
     ) -> tuple[Tensor, Tensor]:
         """Return the states for the LM head, and the surrogates: [b, n, h] both.
 
-        `trigrams` are int64 [b, n, 3], the row's token last; `features` [b, n, h] and
+        `tokens` are int64 [b, n, 3], the row's token last; `features` [b, n, h] and
         `positions` int64 [b, n] are of the row before.
         """
         layer = self.first_layer
-        rows = self.embed_tokens(trigrams.flatten(1))
+        rows = self.embed_tokens(tokens.flatten(1))
         joined = rows.unflatten(1, (-1, ROW_TOKENS)).flatten(2)
         states = self.trigram["down"](joined + F.silu(self.trigram["block"](joined)))
         turns = self.stack.rotations(states, positions)
         attending = layer.self_attn
-        query = rotate_rows(
-            project_heads(attending, "q", layer.input_layernorm(states)), turns
-        )
+        query = project_heads(attending, "q", layer.input_layernorm(states))
+        query = rotate_rows(query, turns)
         key, value = self.keys_values(features, positions)
         mixed = attention(attending, query, key, value).flatten(2)
         states = states + attending.o_proj(mixed)
@@ -92,17 +81,14 @@ class Chimera(DraftModule):
     def draft(self, given: DraftInputs) -> tuple[Tensor, Tensor]:
         """Return the logits of the answered rows, and the surrogates."""
         trigrams = torch.cat([given.recent, given.tokens[..., None]], dim=-1)
-        hidden, surrogate = self(
-            trigrams, given.features, given.positions, attend_over_buffers
-        )
+        read = given.features, given.positions, attend_to_buffers
+        hidden, surrogate = self(trigrams, *read)
         return self.lm_head(hidden[:, given.answer_rows]), surrogate
 
     @classmethod
     def configure(cls, files: HeadFiles, target: Checkpoint, tensors: Tensors) -> Sizes:
         config, ids = super().configure(files, target, tensors)
         if config.qk_norm:
-            raise CheckpointError(
-                f"{files.source} is not a Chimera drafter with one Llama layer; give "
-                "such a drafter"
-            )
+            fact = f"{files.source} is not a Chimera drafter with one Llama layer"
+            raise CheckpointError(f"{fact}; give such a drafter")
         return config, ids

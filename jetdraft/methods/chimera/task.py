@@ -38,15 +38,13 @@ class ChimeraTask(LayerTask):
         rows = torch.arange(count, device=features.device)
         firsts = rows[(rows > 0) & (rows == starts)]
         trigrams = F.pad(lesson.ids, (ROW_TOKENS - 1, 0)).unfold(1, ROW_TOKENS, 1)
-        seen = SeenRows(
-            *drafter.keys_values(features, rows[None]), known=rows < firsts[:, None]
-        )
+        keys_values = drafter.keys_values(features, rows[None])
+        seen = SeenRows(*keys_values, rows < firsts[:, None])
         state, parts = features[:, firsts - 1], []
         for place in range(DRAFT_ROWS):
             at = (firsts + place).clamp(max=count - 1)
-            hidden, state = drafter(
-                trigrams[:, at], state, (at - 1)[None], seen.attention_at(place)
-            )
+            read = state, (at - 1)[None], seen.attention_at(place)
+            hidden, state = drafter(trigrams[:, at], *read)
             parts.append(hidden)
         behind = torch.stack(parts, dim=2).flatten(1, 2)
         first = int(firsts[0])

@@ -109,7 +109,7 @@ class Dflash(BlockDrafter):
     @classmethod
     def configure(cls, files: HeadFiles, target: Checkpoint, tensors: Tensors) -> Sizes:
         files = cls._flatten_config(files)
-        _check_target(files, target)
+        mask = _read_mask_token(files, target)
         fields = files.fields_beside(tensors, target)
         layers = len(decoder_layers(target.model))
         if files.is_speculators:
@@ -130,17 +130,15 @@ class Dflash(BlockDrafter):
             slots=read_block_size(files, least=2) - (not anchor_drafts),
             anchor_drafts=bool(anchor_drafts),
             markov_rank=int(files.config.get(_MARKOV_RANK) or 0),
-            mask_token=_read_mask_token(files, target),
+            mask_token=mask,
             **fields,
         ), ids
 
     @classmethod
     def _flatten_config(cls, files: HeadFiles) -> HeadFiles:
         if lacking := _ARCHITECTURES.get(files.architecture):
-            raise CheckpointError(
-                f"{files.source} has {lacking}, which jetdraft does not compute; give "
-                "a head of DFlash or DSpark"
-            )
+            fact = f"{files.source} has {lacking}, which jetdraft does not compute"
+            raise CheckpointError(f"{fact}; give a head of DFlash or DSpark")
         config = {**files.config, **(files.config.get("dflash_config") or {})}
         on = {n: v for n, v in config.items() if v not in _VALUES.get(n, ())}
         return files.configured(on).flattened(cls.keys, _SPECULATOR_KEYS)
@@ -153,7 +151,8 @@ def default_output_layers(count: int, layers: int) -> list[int]:
     return [round(1 + i * (layers - 4) / (count - 1)) for i in range(count)]
 
 
-def _check_target(files: HeadFiles, target: Checkpoint) -> None:
+def _read_mask_token(files: HeadFiles, target: Checkpoint) -> int:
+    """Return the token of masks; raises `CheckpointError` for an unfit target."""
     layers = len(decoder_layers(target.model))
     meant = files.config.get("num_target_layers") or layers
     if meant != layers:
@@ -167,9 +166,6 @@ def _check_target(files: HeadFiles, target: Checkpoint) -> None:
             f"{target.source} has a {type(embedding).__name__}, and DFlash reads plain "
             "embeddings only; export without the head"
         )
-
-
-def _read_mask_token(files: HeadFiles, target: Checkpoint) -> int:
     token = files.config.get("mask_token_id")
     if type(token) is not int or not 0 <= token < target.vocab_size:
         raise CheckpointError(

@@ -71,6 +71,8 @@ class DFlashTask(BlockTask):
 
     def contents(self, run: Run, weights: Tensors, figures: Any) -> Contents:
         config = self.config
+        outputs = [tap - 1 for tap in config.taps]
+        own = {"mask_token_id": config.mask_token, "target_layer_ids": outputs}
         return layer_contents(
             config,
             weights,
@@ -80,8 +82,5 @@ class DFlashTask(BlockTask):
             block_size=config.slots + 1,
             num_target_layers=len(decoder_layers(run.target.model)),
             layer_types=["full_attention"] * config.num_layers,
-            dflash_config={
-                "mask_token_id": config.mask_token,
-                "target_layer_ids": [tap - 1 for tap in config.taps],
-            },
+            dflash_config=own,
         )

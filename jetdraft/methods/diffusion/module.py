@@ -9,6 +9,7 @@ from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.heads import head_files
 from jetdraft.checkpoints.heads.blocks import BlockConfig, BlockDrafter, read_block_size
 from jetdraft.checkpoints.heads.draft_module import Reads, lm_head_rows
+from jetdraft.checkpoints.heads.head_files import HeadFiles, Sizes, Tensors
 
 MODEL_TYPE = "jetdraft-diffusion"  # What the config of a drafter calls itself.
 
@@ -35,12 +36,7 @@ class Diffusion(BlockDrafter):
         return torch.where(is_mask[..., None], self.mask.to(rows.dtype), rows)
 
     @classmethod
-    def configure(
-        cls,
-        files: head_files.HeadFiles,
-        target: Checkpoint,
-        tensors: head_files.Tensors,
-    ) -> head_files.Sizes:
+    def configure(cls, files: HeadFiles, target: Checkpoint, tensors: Tensors) -> Sizes:
         """Read the config and the draft vocabulary; resizes the embedding in place."""
         files.check_keys(cls.keys)
         own, rows = files.positive_integer("vocab_size"), target.vocab_size

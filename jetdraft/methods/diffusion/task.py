@@ -27,10 +27,8 @@ class DiffusionSettings(BlockSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.hidden_size is not None and self.hidden_size % 16:
-            raise OptionError(
-                f"hidden size {self.hidden_size} has no heads of 16 numbers; give a "
-                "multiple of 16"
-            )
+            fact = f"hidden size {self.hidden_size} has no heads of 16 numbers"
+            raise OptionError(f"{fact}; give a multiple of 16")
 
 
 class DiffusionTask(BlockTask):

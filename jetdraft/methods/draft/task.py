@@ -16,32 +16,17 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.layers import decoder_layers, vocabulary_tensors
 from jetdraft.checkpoints.parameters import store_weights_in
-from jetdraft.devices.cost_model import (
-    MAX_READ_SHARE,
-    TOKENS_PER_WEIGHT,
-    Dimensions,
-    LoadedDecoder,
-)
+from jetdraft.devices import cost_model
+from jetdraft.devices.cost_model import MAX_READ_SHARE, TOKENS_PER_WEIGHT
 from jetdraft.errors import CheckpointError, OptionError
 from jetdraft.export.draft_vocab import check_tokens
 from jetdraft.options import setting
 from jetdraft.recipe import Recipe
+from jetdraft.train import labels as asked
 from jetdraft.train import task
 from jetdraft.train.data import Batch, Example, collate, split_batch
 from jetdraft.train.heads import stored_tensors
-from jetdraft.train.labels import (
-    BETA,
-    DIVERGENCES,
-    FORWARD_KL,
-    JENSEN_SHANNON,
-    LabelCache,
-    Labels,
-    exact_labels,
-    learned_mask,
-    log_probabilities,
-    rates_by_place,
-    tokens_per_pass,
-)
+from jetdraft.train.labels import BETA, DIVERGENCES, Labels, exact_labels, learned_mask
 from jetdraft.train.run_folder import RunFolder
 from jetdraft.train.teacher import check_cache_folder
 from jetdraft.train.written_texts import continuations, prompt_size, text_seed
@@ -77,7 +62,7 @@ class ModelSettings(task.DrafterSettings):
         metavar="LAYERS",
     )
     loss: str = setting(
-        FORWARD_KL,
+        asked.FORWARD_KL,
         f"How the drafter is compared with the target: {', '.join(LOSSES)}; text is "
         "the cross entropy without a target.",
         choices=LOSSES,
@@ -112,36 +97,24 @@ class ModelSettings(task.DrafterSettings):
         has_start = self.start is not None or bool(self.from_layers)
         asks_target = self.loss != TEXT and not self.on_policy_share
         for is_wrong, message in (
-            (
-                self.start is not None and self.from_layers,
-                "a drafter starts from a checkpoint or from the target's layers; give "
-                "--from or --from-layers, not both",
-            ),
-            (
-                has_start and (self.layers or self.hidden_size),
-                "a drafter that starts from weights has their sizes; leave --layers "
-                "and --hidden-size out",
-            ),
-            (
-                self.beta is not None and self.loss != JENSEN_SHANNON,
-                f"loss {self.loss} has no beta; leave --beta out, or give --loss "
-                f"{JENSEN_SHANNON}",
-            ),
-            (
-                self.loss == TEXT and self.on_policy_share,
-                "the loss text asks no target, so a drafter cannot learn from its own "
-                "texts; leave --on-policy-share out, or give another --loss",
-            ),
-            (
-                self.cache is None and self.cache_tokens != type(self).cache_tokens,
-                "--cache-tokens needs a folder; give --cache too",
-            ),
-            (
-                self.cache is not None and not asks_target,
-                "the cache keeps what the target says of texts that come again; leave "
-                "--cache out with --on-policy-share and with --loss text",
-            ),
-        ):
+            (self.start is not None and self.from_layers,
+             "a drafter starts from a checkpoint or from the target's layers; give "
+             "--from or --from-layers, not both"),
+            (has_start and (self.layers or self.hidden_size),
+             "a drafter that starts from weights has their sizes; leave --layers and "
+             "--hidden-size out"),
+            (self.beta is not None and self.loss != asked.JENSEN_SHANNON,
+             f"loss {self.loss} has no beta; leave --beta out, or give --loss "
+             f"{asked.JENSEN_SHANNON}"),
+            (self.loss == TEXT and self.on_policy_share,
+             "the loss text asks no target, so a drafter cannot learn from its own "
+             "texts; leave --on-policy-share out, or give another --loss"),
+            (self.cache is None and self.cache_tokens != type(self).cache_tokens,
+             "--cache-tokens needs a folder; give --cache too"),
+            (self.cache is not None and not asks_target,
+             "the cache keeps what the target says of texts that come again; leave "
+             "--cache out with --on-policy-share and with --loss text"),
+        ):  # fmt: skip
             if is_wrong:
                 raise OptionError(message)
 
@@ -164,7 +137,7 @@ class ModelTask(task.Task):
     figures_file, least_tokens, largest_norm = "drafter.json", 2, 1.0
 
     ids: Tensor | None = None
-    _cache: LabelCache | None = None
+    _cache: asked.LabelCache | None = None
 
     def shortest_sequence(self) -> tuple[int, str]:
         return 2, "a drafter"
@@ -202,10 +175,8 @@ class ModelTask(task.Task):
         if self.ids is not None:
             self.ids = self.ids[self.ids < rows]
         if self.ids is not None and self.settings.draft_vocab is not None:
-            raise OptionError(
-                f"{source} has its own draft vocabulary of {len(self.ids)} tokens, "
-                "which stays; leave --draft-vocab out"
-            )
+            fact = f"{source} has its own draft vocabulary of {len(self.ids)} tokens"
+            raise OptionError(f"{fact}, which stays; leave --draft-vocab out")
         return checkpoint.model
 
     def new_drafter(self, run: task.Run) -> Any:
@@ -259,7 +230,7 @@ class ModelTask(task.Task):
     ) -> ModelSums:
         """Compare the drafter with the labels of a batch, or with its text."""
         ids = None if self.ids is None else self.ids.to(batch.ids.device)
-        scores = log_probabilities(drafter, batch, ids)
+        scores = asked.log_probabilities(drafter, batch, ids)
         if self.settings.loss == TEXT or labels is None:
             tokens, of_text = batch.ids[:, 1:][learned_mask(batch)], scores
             if ids is not None:  # only tokens that can be drafted count
@@ -280,7 +251,8 @@ class ModelTask(task.Task):
             known = None if self.ids is None else self.ids.tolist()
             digest = hashlib.sha256(str(known).encode()).hexdigest()
             kept, process = self.settings.cache_tokens, run.accelerator.process_index
-            self._cache = LabelCache(folder, f"{run.base} {digest}", kept, process)
+            owner = f"{run.base} {digest}"
+            self._cache = asked.LabelCache(folder, owner, kept, process)
         cache = self._cache
         labels = cache.read(batch) if cache else None
         if labels is not None:
@@ -304,12 +276,12 @@ class ModelTask(task.Task):
         if self._cache is not None:
             self._cache.flush()
         run.check_finite(losses)
-        rates = rates_by_place(sampled), rates_by_place(greedy)
+        rates = asked.rates_by_place(sampled), asked.rates_by_place(greedy)
         return {
             "loss": round(losses.item() / max(1, count), 4),
             "acceptance": rates[0],
             "agreement": rates[1],
-            "tokens_per_pass": [round(tokens_per_pass(r), 3) for r in rates],
+            "tokens_per_pass": [round(asked.tokens_per_pass(r), 3) for r in rates],
         }
 
     def headline(self, run: task.Run) -> str:
@@ -335,10 +307,8 @@ class ModelTask(task.Task):
         return f", a step at {share:.1%} of a pass (advised {MAX_READ_SHARE:.0%})"
 
     def summary_line(self, figures: Mapping[str, Any]) -> str:
-        sampled, greedy = (
-            " ".join(f"{rate:.2f}" for rate in figures[name])
-            for name in ("acceptance", "agreement")
-        )
+        rates = (figures["acceptance"], figures["agreement"])
+        sampled, greedy = (" ".join(f"{rate:.2f}" for rate in own) for own in rates)
         return (
             f"validation loss {figures['loss']:.3f}, accepted by place at T = 1 "
             f"{sampled}, greedy {greedy}, so {figures['tokens_per_pass'][0]:.2f} and "
@@ -385,14 +355,16 @@ def cost_share(
 
     It plans int4 for the target, int8 for the drafter. Raises `CheckpointError`.
     """
-    small = Dimensions.of(dict(drafter))
+    small = cost_model.Dimensions.of(dict(drafter))
     if draft_vocab is not None:
         rows = max(draft_vocab, drafter["vocab_size"])
         small = replace(small, head=small.head * draft_vocab // rows)
     recipe = Recipe()
-    large = LoadedDecoder(Dimensions.of(dict(target)), recipe)
-    read = LoadedDecoder(small, Recipe.for_drafter(recipe)).pass_bytes(COST_CONTEXT)
-    return read / large.pass_bytes(COST_CONTEXT)
+    whole = cost_model.Dimensions.of(dict(target))
+    pairs = (small, Recipe.for_drafter(recipe)), (whole, recipe)
+    decoders = (cost_model.LoadedDecoder(*pair) for pair in pairs)
+    read, most = (decoder.pass_bytes(COST_CONTEXT) for decoder in decoders)
+    return read / most
 
 
 def new_config(target: Checkpoint, layers: int, hidden_size: int) -> LlamaConfig:
@@ -400,10 +372,8 @@ def new_config(target: Checkpoint, layers: int, hidden_size: int) -> LlamaConfig
     text = target.model.config.get_text_config(decoder=True)
     sizes = [size for size in HEAD_SIZES if hidden_size % size == 0]
     if not sizes:
-        raise OptionError(
-            f"hidden size {hidden_size} is not a multiple of {HEAD_SIZES[-1]}; give "
-            f"for example a multiple of {WIDTH_STEP}"
-        )
+        fact = f"hidden size {hidden_size} is not a multiple of {HEAD_SIZES[-1]}"
+        raise OptionError(f"{fact}; give for example a multiple of {WIDTH_STEP}")
     heads = hidden_size // sizes[0]
     shared = [n for n in range(1, max(1, heads // 3) + 1) if heads % n == 0]
     return LlamaConfig(

@@ -12,13 +12,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from jetdraft.checkpoints.attention import IMPLEMENTATION
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.heads.draft_module import DraftInputs, DraftModule, Reads
-from jetdraft.checkpoints.heads.head_files import (
-    FIRST_LAYER,
-    LAYER_KEYS,
-    HeadFiles,
-    Sizes,
-    Tensors,
-)
+from jetdraft.checkpoints.heads.head_files import LAYER_KEYS, HeadFiles, Sizes, Tensors
 from jetdraft.checkpoints.heads.head_layers import HeadConfig, HeadLayers, make_layers
 from jetdraft.checkpoints.layers import decoder_layers
 from jetdraft.errors import CheckpointError
@@ -26,32 +20,29 @@ from jetdraft.errors import CheckpointError
 
 @dataclass(frozen=True)
 class EagleConfig(HeadConfig):
-    """The sizes of a head, and the flags of its numerics."""
+    """The sizes of a head, and the flags of its numerics.
+
+    eagle3                attention reads embedding and feature side by side, and fc
+                          fuses the taps
+    join_norms            embedding and feature have a norm each before fc joins them
+                          (MTP, HASS)
+    hidden_first          fc joins the feature before the embedding (MiMo), not after it
+    norm_before_residual  the residual of EAGLE-3 starts from the normed feature
+    norm_before_fc        one norm over all taps
+    fc_norm               one norm for each tap (EAGLE 3.1)
+    final_norm            the LM head reads a normed state
+    carries_normed        the next step gets the normed state
+    """
 
     eagle3: bool = False
-    """Attention reads embedding and feature side by side, and fc fuses the taps."""
-
     fc_bias: bool = False
     join_norms: bool = False
-    """Embedding and feature have a norm each before fc joins them (MTP, HASS)."""
-
     hidden_first: bool = False
-    """fc joins the feature before the embedding (MiMo), not after it."""
-
     norm_before_residual: bool = False
-    """The residual of an EAGLE-3 layer starts from the normed feature."""
-
     norm_before_fc: bool = False
-    """One norm over all taps."""
-
     fc_norm: bool = False
-    """One norm for each tap (EAGLE 3.1)."""
-
     final_norm: bool = True
-    """The LM head reads a normed state."""
-
     carries_normed: bool = False
-    """The next step gets the normed state."""
 
 
 class Eagle(DraftModule):
@@ -170,8 +161,8 @@ class Eagle(DraftModule):
 
     @classmethod
     def recognizes(cls, files: HeadFiles) -> bool:
-        tensors = cls.rename_tensors(files)
-        return f"{FIRST_LAYER}self_attn.q_proj.weight" in tensors and not files.is_model
+        query = "stack.layers.0.self_attn.q_proj.weight"
+        return query in cls.rename_tensors(files) and not files.is_model
 
     @classmethod
     def check(cls, files: HeadFiles) -> None:
@@ -192,23 +183,17 @@ class Eagle(DraftModule):
         if eagle3:
             layers = len(decoder_layers(target.model))
             nested = "transformer_layer_config" in config
-            before_residual = config.get("norm_before_residual")
+            before = config.get("norm_before_residual")
             flags = {
                 "taps": _read_taps(files, layers),
-                "norm_before_residual": (
-                    nested if before_residual is None else before_residual
-                ),
+                "norm_before_residual": nested if before is None else before,
                 "norm_before_fc": bool(config.get("norm_before_fc")),
                 "fc_norm": bool(config.get("fc_norm")),
                 # As all its engines read it; SpecForge before 3.1 meant another thing.
                 "carries_normed": bool(config.get("norm_output")),
             }
-        head = EagleConfig(
-            draft_vocab_size=target.vocab_size if ids is None else len(ids),
-            eagle3=eagle3,
-            **fields,
-            **flags,
-        )
+        fields["draft_vocab_size"] = target.vocab_size if ids is None else len(ids)
+        head = EagleConfig(eagle3=eagle3, **fields, **flags)
         taps = len(head.taps)
         joined = taps * head.target_hidden_size if eagle3 else 2 * head.hidden_size
         files.check_fusion(tensors, joined, f"{taps or 2} states")
@@ -222,10 +207,8 @@ class Eagle(DraftModule):
         if outer.get("model_type") == "eagle" and isinstance(outer.get("model"), dict):
             outer = outer["model"]  # as old versions of vLLM wrapped it
         if files.is_speculators and not eagle3:
-            raise CheckpointError(
-                f"{files.source} is no EAGLE-3 head, though speculators says so; fetch "
-                "it again"
-            )
+            fact = f"{files.source} is no EAGLE-3 head, though speculators says so"
+            raise CheckpointError(f"{fact}; fetch it again")
         keys = cls.eagle3_keys if eagle3 else cls.keys
         return files.configured(outer).flattened(keys, keys)
 
@@ -239,12 +222,10 @@ class _FirstLayer(nn.Module):
         self.input_layernorm = layer.input_layernorm
         self.hidden_norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.self_attn = layer.self_attn
+        width, bias = 2 * config.hidden_size, config.attention_bias
         for name in ("q_proj", "k_proj", "v_proj"):
-            narrow = getattr(self.self_attn, name)
-            wide = nn.Linear(
-                2 * config.hidden_size, narrow.out_features, config.attention_bias
-            )
-            setattr(self.self_attn, name, wide)
+            size = getattr(self.self_attn, name).out_features
+            setattr(self.self_attn, name, nn.Linear(width, size, bias))
         self.post_attention_layernorm = layer.post_attention_layernorm
         self.mlp = layer.mlp
 
@@ -268,7 +249,7 @@ def _causal_mask(rows: Tensor, cache: Cache | None, window: int | None) -> Tenso
 
 
 def _is_eagle3(tensors: dict[str, Tensor]) -> bool:
-    return f"{FIRST_LAYER}hidden_norm.weight" in tensors
+    return "stack.layers.0.hidden_norm.weight" in tensors
 
 
 def _read_taps(files: HeadFiles, layers: int) -> tuple[int, ...]:

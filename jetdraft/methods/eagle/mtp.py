@@ -73,9 +73,8 @@ class Mtp(Eagle):
         for name in norms:
             if name not in shared | own:
                 prefix = files.stored_name(fc, shared | own).removesuffix(fc)
-                raise CheckpointError(
-                    f"{files.source} lacks weight {prefix + name!r}; fetch it again"
-                )
+                fact = f"{files.source} lacks weight {prefix + name!r}"
+                raise CheckpointError(f"{fact}; fetch it again")
         named = _stack_experts(_rename_tensors(layout, own, shared))
         tensors.clear()
         tensors.update(named)
@@ -91,15 +90,9 @@ def mtp_config(target: Checkpoint, hidden_first: bool = False) -> EagleConfig:
             f"the MTP module of {target.source} has an embedding of its own, which "
             "jetdraft does not read; leave it out (--head none)"
         )
-    return EagleConfig(
-        hidden_size=text.hidden_size,
-        target_hidden_size=text.hidden_size,
-        vocab_size=target.vocab_size,
-        draft_vocab_size=target.vocab_size,
-        join_norms=True,
-        hidden_first=hidden_first or bool(getattr(text, HIDDEN_FIRST, False)),
-        carries_normed=True,
-    )
+    first = hidden_first or bool(getattr(text, HIDDEN_FIRST, False))
+    flags = {"join_norms": True, "hidden_first": first, "carries_normed": True}
+    return EagleConfig.beside(target, text.hidden_size, **flags)
 
 
 def _find_layout(files: HeadFiles) -> str | None:
@@ -128,10 +121,8 @@ def _split_tensors(
         into = modules.setdefault(int(match[1]), {}) if numbered else shared
         into[match[2]] = tensor
     if len(modules) != 1:
-        raise CheckpointError(
-            f"{files.source} has {len(modules)} MTP modules; jetdraft reads files with "
-            "one module"
-        )
+        fact = f"{files.source} has {len(modules)} MTP modules"
+        raise CheckpointError(f"{fact}; jetdraft reads files with one module")
     ((_, tensors),) = modules.items()
     return tensors, shared
 
@@ -174,14 +165,12 @@ def _stack_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     for name, parts in experts.items():
         count = 1 + max(number for _, number in parts)
         try:
-            gate, up, down = (
-                torch.stack([parts[kind, index] for index in range(count)])
-                for kind in ("gate", "up", "down")
-            )
+            numbers, kinds = range(count), ("gate", "up", "down")
+            stacks = (torch.stack([parts[kind, i] for i in numbers]) for kind in kinds)
+            gate, up, down = stacks
         except KeyError as error:
-            raise CheckpointError(
-                f"{name} lacks expert {error}; fetch it again"
-            ) from error
+            fact = f"{name} lacks expert {error}"
+            raise CheckpointError(f"{fact}; fetch it again") from error
         others[f"{name}.gate_up_proj"] = torch.cat([gate, up], dim=1)
         others[f"{name}.down_proj"] = down
     return others

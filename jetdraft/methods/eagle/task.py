@@ -69,10 +69,8 @@ class EagleTask(heads.HeadTask):
         own = "inner", "taps", "draft_vocabulary"
         is_given = any(getattr(settings, n) != getattr(plain, n) for n in own)
         if settings.kind == MTP and is_given:
-            raise OptionError(
-                "an MTP head has a layer of the target and all its tokens; leave "
-                "--inner, --taps and --draft-vocab out"
-            )
+            fact = "an MTP head has a layer of the target and all its tokens"
+            raise OptionError(f"{fact}; leave --inner, --taps and --draft-vocab out")
         if settings.kind != EAGLE3:
             return
         layers = len(decoder_layers(run.target.model))
@@ -92,15 +90,9 @@ class EagleTask(heads.HeadTask):
         if is_third:
             self.ids = run.frequent_tokens(settings.draft_vocabulary)
         size = target.vocab_size if self.ids is None else len(self.ids)
-        self.config = heads.make_config(
-            target,
-            EagleConfig,
-            settings.inner,
-            draft_vocab_size=size,
-            taps=self.taps,
-            final_norm=is_third,
-            eagle3=is_third,
-        )
+        own = {"draft_vocab_size": size, "taps": self.taps}
+        own |= {"final_norm": is_third, "eagle3": is_third}
+        self.config = heads.make_config(target, EagleConfig, settings.inner, **own)
         head = Eagle(self.config, target.model)
         head.ids = self.ids
         if is_third:
@@ -156,21 +148,14 @@ class EagleTask(heads.HeadTask):
             whole = {**weights, **self.fixed}
             _, tensors = heads.stored_tensors(whole, self.settings.half, stored_name)
             return {HIDDEN_FIRST: config.hidden_first}, tensors
-        fields, tensors = heads.layer_contents(
-            config,
-            weights,
-            self.settings.half,
-            architectures=[ARCHITECTURES[self.settings.kind]],
-            model_type="llama",
-        )
+        kinds, half = [ARCHITECTURES[self.settings.kind]], self.settings.half
+        own = {"architectures": kinds, "model_type": "llama"}
+        fields, tensors = heads.layer_contents(config, weights, half, **own)
         if not is_third:
             return fields | {"bias": config.fc_bias}, tensors
         tensors = {n.replace("layers.0.", "midlayer."): t for n, t in tensors.items()}
         if self.ids is not None:
             tensors |= vocabulary_tensors(self.ids, config.vocab_size)
-        eagle = {
-            "eagle_aux_hidden_state_layer_ids": [tap - 1 for tap in config.taps],
-            "use_aux_hidden_state": True,
-        }
-        fields |= {"draft_vocab_size": config.draft_vocab_size, "eagle_config": eagle}
-        return fields, tensors
+        outputs = {"eagle_aux_hidden_state_layer_ids": [t - 1 for t in config.taps]}
+        fields["eagle_config"] = outputs | {"use_aux_hidden_state": True}
+        return fields | {"draft_vocab_size": config.draft_vocab_size}, tensors

@@ -69,9 +69,8 @@ class Assistant(DraftModule):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         joined = 2 * config.target_hidden_size
         self.pre_projection = nn.Linear(joined, config.hidden_size, bias=False)
-        self.post_projection = nn.Linear(
-            config.hidden_size, config.target_hidden_size, bias=False
-        )
+        sizes = config.hidden_size, config.target_hidden_size
+        self.post_projection = nn.Linear(*sizes, bias=False)
         self.model = AutoModel.from_config(config.text, attn_implementation=ATTENTION)
         self.model.embed_tokens = nn.Identity()  # the LM head has its matrix
         text = target.config.get_text_config(decoder=True)
@@ -125,12 +124,6 @@ class Assistant(DraftModule):
                 f"but {target.source} has {own.hidden_size}; give the assistant of "
                 "this target"
             )
-        rows = files.configured({"vocab_size": text.vocab_size})
-        size = rows.check_vocabulary(target)
-        return AssistantConfig(
-            hidden_size=text.hidden_size,
-            target_hidden_size=own.hidden_size,
-            vocab_size=size,
-            draft_vocab_size=size,
-            text=text,
-        ), None
+        files.check_vocabulary(target, text.vocab_size)
+        sizes = {"hidden_size": text.hidden_size, "text": text}
+        return AssistantConfig.beside(target, own.hidden_size, **sizes), None

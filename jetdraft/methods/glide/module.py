@@ -60,12 +60,9 @@ class Glide(DraftModule):
                 "drafter"
             )
         width, inner = config.hidden_size, config.num_heads * config.head_dim
-        self.cross = nn.ModuleDict(
-            {
-                "q_proj": nn.Linear(width, inner, bias=False),
-                "o_proj": nn.Linear(inner, width, bias=False),
-            }
-        )
+        sizes = {"q_proj": (width, inner), "o_proj": (inner, width)}
+        parts = {n: nn.Linear(*size, bias=False) for n, size in sizes.items()}
+        self.cross = nn.ModuleDict(parts)
         self.norm = self.stack.norm(width)
         self.attend_with("sdpa")
 
@@ -92,27 +89,14 @@ class Glide(DraftModule):
             attention_mask=None,
             **{head_layers.CACHE: cache},
         )[0]
-        states = states + mixed
-        states = states + self._cross_attend(states, turns, keys, values, bias)
+        states, size = states + mixed, self.config.head_dim
+        query = self.cross["q_proj"](states).unflatten(-1, (-1, size))
+        rows = head_layers.rotate_rows(query.transpose(1, 2), turns)
+        mixed = attend_to_target(rows, keys, values, bias, size**-0.5)
+        states = states + self.cross["o_proj"](mixed.flatten(2))
         states = states + layer.mlp(layer.post_attention_layernorm(states))
         normed: Tensor = self.norm(states)
         return normed
-
-    def _cross_attend(
-        self,
-        states: Tensor,
-        turns: tuple[Tensor, Tensor],
-        keys: Tensor,
-        values: Tensor,
-        bias: Tensor,
-    ) -> Tensor:
-        """Attend to the target's keys and values: states [b, n, h] to [b, n, h]."""
-        query = self.cross["q_proj"](states).unflatten(-1, (-1, self.config.head_dim))
-        rows = head_layers.rotate_rows(query.transpose(1, 2), turns)
-        scale = self.config.head_dim**-0.5
-        mixed = attend_to_target(rows, keys, values, bias, scale).flatten(2)
-        read: Tensor = self.cross["o_proj"](mixed)
-        return read
 
     def draft(self, given: DraftInputs) -> tuple[Tensor, None]:
         keys, values = given.target[0]

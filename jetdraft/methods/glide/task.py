@@ -58,7 +58,6 @@ class GlideTask(LayerTask):
         """Return the states; a row reads the target up to the row before its draft."""
         rows = torch.arange(len(starts), device=starts.device)
         bias = torch.where(rows >= starts[:, None], HIDDEN, 0.0)[None, None]
-        hidden: Tensor = drafter(
-            lesson.ids, rows[None], lesson.keys, lesson.values, bias
-        )
+        read = lesson.keys, lesson.values, bias
+        hidden: Tensor = drafter(lesson.ids, rows[None], *read)
         return hidden

@@ -8,11 +8,7 @@ from jetdraft.options import check_ranges
 from jetdraft.runtime.drafters.draft_cache import DraftCache, LedCache
 from jetdraft.runtime.loaded import LoadedBundle
 from jetdraft.runtime.passes.answer import Target
-from jetdraft.runtime.proposers.drafter_methods import (
-    PROBABILITY,
-    chain_or_tree_proposer,
-    drafter_method,
-)
+from jetdraft.runtime.proposers import drafter_methods
 from jetdraft.runtime.proposers.method import TreeOptions
 from jetdraft.runtime.proposers.model_proposer import THRESHOLDS, DraftStop, confidence
 from jetdraft.runtime.proposers.proposer import Proposer
@@ -26,7 +22,7 @@ class ExitOptions(TreeOptions):
 
     def refusals(self) -> Iterator[str]:
         yield from super().refusals()
-        check_ranges(self, {"confidence": PROBABILITY})
+        check_ranges(self, {"confidence": drafter_methods.PROBABILITY})
 
 
 def _make_proposer(
@@ -38,8 +34,8 @@ def _make_proposer(
     below = 1.0 - entry.halves.layers / len(entry.contract.kv_shapes)
     ms = curve.drafter + below * curve.pass_ms(1)
     stop = DraftStop(confidence, options.confidence, product=False)
-    rule = stop if options.confidence else None
-    return chain_or_tree_proposer(name, loaded, cache, options, ms, rule)
+    how = options, ms, stop if options.confidence else None
+    return drafter_methods.chain_or_tree_proposer(name, loaded, cache, *how)
 
 
 def _leading_target(
@@ -51,7 +47,7 @@ def _leading_target(
     return loaded.leading
 
 
-METHOD = drafter_method(
+METHOD = drafter_methods.drafter_method(
     "kangaroo",
     "the target's lower layers and an adapter",
     "a Kangaroo adapter",

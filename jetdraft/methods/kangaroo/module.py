@@ -7,12 +7,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from jetdraft.checkpoints.checkpoint import Checkpoint
-from jetdraft.checkpoints.heads.draft_module import (
-    LAYER_RENAME,
-    DraftInputs,
-    DraftModule,
-    Reads,
-)
+from jetdraft.checkpoints.heads import draft_module
 from jetdraft.checkpoints.heads.head_files import LAYER_KEYS, HeadFiles, Sizes, Tensors
 from jetdraft.checkpoints.heads.head_layers import CACHE, HeadConfig, make_layers
 from jetdraft.checkpoints.layers import decoder_layers
@@ -21,14 +16,14 @@ from jetdraft.errors import CheckpointError
 ARCHITECTURE = "KangarooAdapter"  # What the config of an adapter calls it.
 
 
-class Kangaroo(DraftModule):
+class Kangaroo(draft_module.DraftModule):
     """A norm, attention over its own rows, a residual and a norm; no MLP."""
 
     published = "Kangaroo"
     one_layer = True
-    reads = Reads(features=True, cut=True)
+    reads = draft_module.Reads(features=True, cut=True)
     keys = LAYER_KEYS | {"exit_layer"}
-    renames = ((r".*\.rotary_emb\..*", None), (r"lm_head\..*", None), LAYER_RENAME)
+    renames = ((r".*\.rotary_emb\..*", None), *draft_module.TARGET_RENAMES)
 
     def __init__(self, config: HeadConfig, target: Any) -> None:
         super().__init__(config, target)
@@ -56,7 +51,7 @@ class Kangaroo(DraftModule):
         normed: Tensor = self.norm(states + mixed)
         return normed
 
-    def draft(self, given: DraftInputs) -> tuple[Tensor, None]:
+    def draft(self, given: draft_module.DraftInputs) -> tuple[Tensor, None]:
         hidden = self(given.features, given.positions, given.cache)
         return self.lm_head(hidden[:, given.answer_rows]), None
 

@@ -28,11 +28,9 @@ class GuessingHeads(DraftModule):
     lm_heads: nn.ModuleList
 
     def _make_lm_heads(self) -> nn.ModuleList:
-        config = self.config
-        return nn.ModuleList(
-            nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
-            for _ in range(config.slots)
-        )
+        sizes = self.config.hidden_size, self.config.draft_vocab_size
+        slots = range(self.config.slots)
+        return nn.ModuleList(nn.Linear(*sizes, bias=False) for _ in slots)
 
     def guesses(self, features: Tensor, tokens: Tensor) -> Tensor:
         """Return logits [b, n, slots, vocabulary]; `tokens` int64 [b, n] are t + 1."""
@@ -56,15 +54,11 @@ class GuessingHeads(DraftModule):
         width = target.model.config.get_text_config(decoder=True).hidden_size
         drafted = files.fit_heads(tensors, target)
         places = [name.split(".") for name in tensors]
-        config = MedusaConfig(
-            hidden_size=width,
-            target_hidden_size=width,
-            vocab_size=target.vocab_size,
-            draft_vocab_size=drafted,
-            slots=sum(place[0] == "lm_heads" for place in places),
-            blocks=len({p[2] for p in places if p[0] in ("blocks", "mlps")}),
-        )
-        return config, None if drafted == target.vocab_size else torch.arange(drafted)
+        sizes = {"slots": sum(place[0] == "lm_heads" for place in places)}
+        sizes["blocks"] = len({p[2] for p in places if p[0] in ("blocks", "mlps")})
+        sizes["draft_vocab_size"] = drafted
+        ids = None if drafted == target.vocab_size else torch.arange(drafted)
+        return MedusaConfig.beside(target, width, **sizes), ids
 
 
 class Medusa(GuessingHeads):
@@ -81,10 +75,7 @@ class Medusa(GuessingHeads):
     renames = (
         (r"(?:medusa_head\.)?(\d+)\.(\d+)\.linear\.(weight|bias)", r"blocks.\1.\2.\3"),
         (r"(?:medusa_head\.)?(\d+)\.\d+\.weight", r"lm_heads.\1.weight"),
-        (
-            r"medusa_heads\.blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)",
-            r"blocks.\1.\2.\3",
-        ),
+        (r"medusa_heads\.blocks\.(\d+)\.layers\.(\d+)\.(\w+)", r"blocks.\1.\2.\3"),
         (r"medusa_heads\.lm_heads\.(\d+)\.weight", r"lm_heads.\1.weight"),
     )
 
@@ -214,11 +205,8 @@ class Hydra(GuessingHeads):
         """Raise `CheckpointError` for keys or a kind of Hydra that is not known."""
         super().check(files)
         config = files.config
-        for name, value in (
-            ("hydra_head_arch", "mlp"),
-            ("grounded_heads", True),
-            ("hidden_state_offset", 0),
-        ):
+        values = {"hydra_head_arch": "mlp", "grounded_heads": True}
+        for name, value in (values | {"hidden_state_offset": 0}).items():
             if config.get(name, value) != value:
                 raise CheckpointError(
                     f"the config of {files.source} has {name}={config[name]!r}; "
@@ -229,9 +217,8 @@ class Hydra(GuessingHeads):
     def configure(cls, files: HeadFiles, target: Checkpoint, tensors: Tensors) -> Sizes:
         cls.check(files)
         mlp = r"hydra_mlp\.\d+\.\d+\.(linear|res_connection)\.(weight|bias)"
-        if not files.has_tensor(mlp) or not files.has_tensor(
-            r"hydra_lm_head\.\d+\.weight"
-        ):
+        head = r"hydra_lm_head\.\d+\.weight"
+        if not (files.has_tensor(mlp) and files.has_tensor(head)):
             raise CheckpointError(
                 f"{files.source} has no tensors like hydra_mlp.0.0.linear.weight and "
                 "hydra_lm_head.0.weight; fetch it again"
@@ -250,7 +237,5 @@ class _ResidualBlock(nn.Module):
         )
 
     def forward(self, state: Tensor) -> Tensor:
-        output: Tensor = self.res_connection(state) + nn.functional.silu(
-            self.linear(state)
-        )
-        return output
+        kept: Tensor = self.res_connection(state)
+        return kept + nn.functional.silu(self.linear(state))

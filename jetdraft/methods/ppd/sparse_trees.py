@@ -132,10 +132,8 @@ def make_plan(ranks: RankRates, rows: Sequence[int], slots: int) -> SparsePlan:
     states = range(len(ranks) + 1)
     bare = [likeliest_tree(ranks[:d], rows[d - 1] if d else 0) for d in states]
     worth = [tree.tokens for tree in bare]
-    left = (max(0, slots - tree.size[0]) for tree in bare)
-    return SparsePlan(
-        tuple(t.with_probes(worth, n) for t, n in zip(bare, left, strict=True))
-    )
+    left = ((tree, max(0, slots - tree.size[0])) for tree in bare)
+    return SparsePlan(tuple(tree.with_probes(worth, n) for tree, n in left))
 
 
 def best_plan(
@@ -151,9 +149,8 @@ def best_plan(
         plans = [make_plan(ranks, (count,) * gamma, slots) for count in counts]
         return max(plans, key=lambda plan: plan.tokens_per_ms(pass_ms))
     trees = [[likeliest_tree((), 0)]]
-    trees += [
-        [likeliest_tree(ranks[:d], n) for n in counts] for d in range(1, gamma + 1)
-    ]
+    known = [ranks[:depth] for depth in range(1, gamma + 1)]
+    trees += [[likeliest_tree(best, n) for n in counts] for best in known]
     bare = [of_state[0] for of_state in trees]
     plan = SparsePlan(tuple(replace(t, counts=(1,) * t.size[0]) for t in bare))
     for _ in range(_MAX_IMPROVEMENTS):
@@ -174,22 +171,17 @@ def _improve_plan(
         """Give each row the number of probes that gains most; all cost alike."""
         rows, _ = tree.size
         price = rate * (pass_ms(rows, 1) - pass_ms(rows, 0))
-        gains = [
-            [e * h - n * price for n, h in enumerate(worth)] for e in tree.last_chances
-        ]
+        ends = tree.last_chances
+        gains = [[e * h - n * price for n, h in enumerate(worth)] for e in ends]
         numbers = range(least, len(worth))
         best = tuple(max(numbers, key=of_row.__getitem__) for of_row in gains)
         return replace(tree, counts=best)
 
     def gain(tree: SparseTree) -> float:
-        later = sum(
-            e * worth[n] for e, n in zip(tree.last_chances, tree.counts, strict=True)
-        )
+        pairs = zip(tree.last_chances, tree.counts, strict=True)
+        later = sum(e * worth[n] for e, n in pairs)
         return tree.tokens - rate * pass_ms(*tree.size) + later
 
-    return SparsePlan(
-        tuple(
-            max((carrying(tree, int(not state)) for tree in of_state), key=gain)
-            for state, of_state in enumerate(trees)
-        )
-    )
+    least = (int(not state) for state in range(len(trees)))
+    pairs = ([carrying(t, n) for t in own] for own, n in zip(trees, least, strict=True))
+    return SparsePlan(tuple(max(of_state, key=gain) for of_state in pairs))

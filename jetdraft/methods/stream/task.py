@@ -8,16 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from jetdraft.checkpoints import streams
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.layers import decoder_layers
 from jetdraft.checkpoints.parameters import store_weights_in
-from jetdraft.checkpoints.streams import (
-    SHARED,
-    StreamedModel,
-    Streams,
-    StreamSettings,
-    add_adapters,
-)
+from jetdraft.checkpoints.streams import SHARED, StreamedModel
 from jetdraft.errors import CheckpointError
 from jetdraft.train.attention import IMPLEMENTATION
 from jetdraft.train.data import IGNORED, Batch
@@ -31,7 +26,7 @@ MAIN_WEIGHT, STREAM_WEIGHT = 1.0, 0.1
 class StreamTask(ProbeTask):
     """Trains streams in a target's top layers."""
 
-    Settings = StreamSettings
+    Settings = streams.StreamSettings
     help = "Add speculative streams to TARGET, a checkpoint folder or hub id."
     product = kind = "streams"
     completes_prompts = False
@@ -61,18 +56,17 @@ class StreamTask(ProbeTask):
     def new_drafter(self, run: Run) -> StreamedModel:
         """Add streams; small embeddings change the text too (docs/log/training.md)."""
         model = run.target.model
-        add_adapters(model, self.settings)
+        streams.add_adapters(model, self.settings)
         model.set_attn_implementation(IMPLEMENTATION)
         hidden = model.get_input_embeddings().embedding_dim
-        streamed = StreamedModel(model, Streams(self.settings, hidden))
+        streamed = StreamedModel(model, streams.Streams(self.settings, hidden))
         ids = torch.tensor([run.corpus.training[0].ids])
         positions = torch.arange(ids.shape[1])[None]
         every = torch.arange(self.settings.gamma)
         first = torch.zeros_like(every)
         with torch.no_grad():
-            _, _, states = streamed(
-                ids, positions, first, every, first[:1], use_cache=False
-            )
+            rows = ids, positions, first, every, first[:1]
+            _, _, states = streamed(*rows, use_cache=False)
             # A few entries of some rows are a hundred times as large as the median.
             streamed.streams.embeddings.normal_().mul_(states.abs().median())
         return streamed
@@ -91,10 +85,8 @@ class StreamTask(ProbeTask):
         return part.total(self.settings.mode, part.places * run.processes / places)
 
     def validate(self, run: Run, module: Any) -> dict[str, Any]:
-        parts = [
-            compute_losses(module, batch, self.settings.gamma)
-            for batch in run.held_out_batches()
-        ]
+        gamma, batches = self.settings.gamma, run.held_out_batches()
+        parts = [compute_losses(module, batch, gamma) for batch in batches]
         run.check_finite(torch.stack([part.main for part in parts]))
 
         def mean(name: str) -> Any:
@@ -155,8 +147,8 @@ class Losses:
         `weights` [1 + gamma] are of main rows and of each stream: ones, or for one of
         several processes its share of places times their number.
         """
-        streams = (weights[1:] * self.streams).sum()
-        total = STREAM_WEIGHT * streams + weights[0] * self.early
+        of_streams = (weights[1:] * self.streams).sum()
+        total = STREAM_WEIGHT * of_streams + weights[0] * self.early
         return total + MAIN_WEIGHT * weights[0] * self.main if mode == SHARED else total
 
 
@@ -210,10 +202,7 @@ def _next_ids(ids: Tensor, count: int) -> Tensor:
 
 def _cross_entropy(logits: Tensor, wanted: Tensor) -> Tensor:
     """Return means over places with a label: [b, C, s, vocab] and [b, C, s] to [s]."""
-    losses = F.cross_entropy(
-        logits.flatten(0, 2).float(),
-        wanted.flatten(),
-        ignore_index=IGNORED,
-        reduction="none",
-    ).view(wanted.shape)
-    return losses.sum((0, 1)) / (wanted != IGNORED).sum((0, 1)).clamp(min=1)
+    compared = logits.flatten(0, 2).float(), wanted.flatten()
+    losses = F.cross_entropy(*compared, ignore_index=IGNORED, reduction="none")
+    counts = (wanted != IGNORED).sum((0, 1)).clamp(min=1)
+    return losses.view(wanted.shape).sum((0, 1)) / counts
