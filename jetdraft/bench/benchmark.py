@@ -17,7 +17,6 @@ from jetdraft.ort import ort
 from jetdraft.runtime.measured.stats import Stats
 from jetdraft.runtime.measured.survey import decoding_widths, pass_times
 from jetdraft.runtime.model import Model
-from jetdraft.runtime.passes.graph import Graph
 from jetdraft.runtime.piece import Result
 from jetdraft.runtime.planning.registry import AUTO, NONE
 
@@ -65,10 +64,8 @@ def make_contenders(
     choices = (AUTO, *model.methods)
     for method in methods:
         if method not in choices:
-            raise OptionError(
-                f"the bundle has no method {method!r}; choose {', '.join(choices)}",
-                "method",
-            )
+            fact = f"the bundle has no method {method!r}; choose {', '.join(choices)}"
+            raise OptionError(fact, "method")
     rows = [Contender(NONE, None, exact=False), Contender(NONE, None, exact=True)]
     for method in methods:
         if method == AUTO:
@@ -133,7 +130,11 @@ def make_report(model: Model, rows: Sequence[Contender]) -> dict[str, Any]:
     plain = next(row for row in rows if row.method == NONE and not row.exact)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     graphs = {"target": model.parts.target, "drafter": model.parts.drafter}
-    pass_ms = {name: _pass_ms(graph) for name, graph in graphs.items()}
+    pass_ms: dict[str, dict[int, float]] = {name: {} for name in graphs}
+    for name, graph in graphs.items():
+        if graph is not None:
+            widths = [w for w in decoding_widths(graph) if w in CURVE_WIDTHS]
+            pass_ms[name] = pass_times(graph, widths)
     model.forget()  # the passes overwrote the buffers
     return {
         "machine": {
@@ -154,13 +155,6 @@ def make_report(model: Model, rows: Sequence[Contender]) -> dict[str, Any]:
         "pass_ms": pass_ms,
         "peak_memory_bytes": peak,
     }
-
-
-def _pass_ms(graph: Graph | None) -> dict[int, float]:
-    if graph is None:
-        return {}
-    widths = [width for width in decoding_widths(graph) if width in CURVE_WIDTHS]
-    return pass_times(graph, widths)
 
 
 def _report_row(row: Contender, plain: Contender, readable: bool) -> dict[str, Any]:

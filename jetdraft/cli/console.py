@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from threading import Event, Thread
-from typing import Any
+from typing import Any, Self
 
 import click
 import numpy as np
@@ -51,13 +51,11 @@ def _read_limited(name: str, read: Callable[[int], str]) -> str:
     try:
         text = read(MAX_INPUT_CHARS + 1)
     except (OSError, UnicodeDecodeError) as error:
-        raise click.UsageError(
-            f"cannot read {name} ({reason_of(error)}); give a file of UTF-8 text"
-        ) from error
+        fact = f"cannot read {name} ({reason_of(error)}); give a file of UTF-8 text"
+        raise click.UsageError(fact) from error
     if len(text) > MAX_INPUT_CHARS:
-        raise click.UsageError(
-            f"{name} has more than {MAX_INPUT_CHARS} characters; give less text"
-        )
+        fact = f"{name} has more than {MAX_INPUT_CHARS} characters; give less text"
+        raise click.UsageError(fact)
     return text
 
 
@@ -93,10 +91,9 @@ def _parse_prompt(line: str, model: Model) -> Int64s:
         fields = json.loads(line)
         text, ids = fields.get("prompt"), fields.get("token_ids")
     except (ValueError, AttributeError, RecursionError) as error:
-        raise click.UsageError(
-            f"not a prompt: {line[:60]!r}; each line is a JSON object with prompt or "
-            "token_ids"
-        ) from error
+        fact = f"not a prompt: {line[:60]!r}"
+        fix = "each line is a JSON object with prompt or token_ids"
+        raise click.UsageError(f"{fact}; {fix}") from error
     if text is not None and not isinstance(text, str):
         raise click.UsageError(f"not a prompt: {line[:60]!r}; prompt must be text")
     return model.prompt(text, ids)
@@ -156,7 +153,7 @@ class ProgressBars:
             self._bar.render_finish()
             self._bar = None
 
-    def __enter__(self) -> "ProgressBars":
+    def __enter__(self) -> Self:
         self._printer.start()
         return self
 
@@ -164,6 +161,9 @@ class ProgressBars:
         self._ended.set()
         self._printer.join()
         self.close()
+
+
+Show = Callable[[Any], None]
 
 
 def announce_first_run(model: Model) -> None:
@@ -176,11 +176,7 @@ def announce_first_run(model: Model) -> None:
 
 
 def print_generation(
-    source: Any,
-    show: Callable[[Any], None],
-    fields: Sequence[str],
-    as_json: bool,
-    explain: bool,
+    source: Any, show: Show, fields: Sequence[str], as_json: bool, explain: bool
 ) -> int:
     """Print a `Stream` or a `Transcription`, then its stats; return the exit code.
 

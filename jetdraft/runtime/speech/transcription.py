@@ -12,6 +12,7 @@ import numpy.typing as npt
 from jetdraft.bundle import HOP, SAMPLE_RATE, Speech
 from jetdraft.contracts.tensors import Float32s
 from jetdraft.errors import OptionError
+from jetdraft.options import declared
 from jetdraft.runtime.drafts.rows import Rows
 from jetdraft.runtime.generation import Generation
 from jetdraft.runtime.loaded import LoadedBundle
@@ -36,9 +37,18 @@ _SAMPLES_PER_SLOT = round(SLOT_SECONDS * SAMPLE_RATE)
 class TranscribeOptions:
     """How to transcribe a sound: in which `language`, None to detect it."""
 
-    language: str | None = None
-    task: str = TRANSCRIBE
-    timestamps: bool = True
+    language: str | None = declared(
+        "prompt",
+        None,
+        'The language that is spoken, for example "de"; default: detect it.',
+    )
+    task: str = declared("prompt", TRANSCRIBE, "transcribe, or translate into English.")
+    timestamps: bool = declared(
+        "prompt",
+        True,
+        "Let the model write timestamps; windows of a long file then end where a "
+        "sentence ends.",
+    )
 
     def check(self, speech: Speech) -> None:
         """Raise `OptionError` for a language or a task that the model does not have."""
@@ -61,15 +71,13 @@ DEFAULT_TRANSCRIPT = TranscribeOptions()
 def check_speech(parts: LoadedBundle) -> Speech:
     """Return the bundle's `Speech`; raises `OptionError` for a model without it."""
     if parts.bundle.speech is None:
-        raise OptionError(
-            "the bundle's model reads text and hears nothing; export a checkpoint of "
-            "Whisper, or use jetdraft generate",
-            "file",
-        )
+        fact = "the bundle's model reads text and hears nothing"
+        fix = "export a checkpoint of Whisper, or use jetdraft generate"
+        raise OptionError(f"{fact}; {fix}", "file")
     return parts.bundle.speech
 
 
-class Transcription:
+class Transcription(Iterator[Segment]):
     """An iterator of `Segment`, with `stats` that fill up; any thread may `cancel` it.
 
     Each window of the sound is a generation; where timestamps cut off its last segment,
@@ -107,9 +115,6 @@ class Transcription:
         self._stream: Stream | None = None
         self._cancelled = False
         self._segments = self._transcribe()
-
-    def __iter__(self) -> "Transcription":
-        return self
 
     def __next__(self) -> Segment:
         return next(self._segments)
@@ -162,7 +167,7 @@ class Transcription:
             first = self._speech.first_timestamp
             window = Window.of(tokens, first, contract.source_slots)
             scores = self._score_window(features, result)
-            for segment in self._to_segments(window, begin, scores):
+            for segment in self._cut(window, begin, scores):
                 self._past_segments.append(segment)
                 yield segment
             if result.finish_reason not in (STOP, LENGTH):
@@ -219,22 +224,20 @@ class Transcription:
 
     def _generate(
         self,
-        features: Float32s,
+        sound: Float32s,
         prompt: list[int],
         options: Options,
         rules: LogitsProcessor,
     ) -> Result:
         generation = Generation(
-            self._parts, self._planner, prompt, options, True, features, [rules]
+            self._parts, self._planner, prompt, options, True, sound, [rules]
         )
         self._stream, self._window_pieces = Stream(generation), generation.pieces
         if self._cancelled:
             self._stream.cancel()
         return self._stream.result()
 
-    def _to_segments(
-        self, window: Window, begin: int, scores: Scores
-    ) -> Iterator[Segment]:
+    def _cut(self, window: Window, begin: int, scores: Scores) -> Iterator[Segment]:
         """A window's segments with their text, in seconds of the whole sound."""
         offset, seconds = begin / SAMPLE_RATE, len(self._samples) / SAMPLE_RATE
         for first, last, tokens in window.spans:
