@@ -132,18 +132,15 @@ class StepContract:
     experts: Count = 0
 
     def __post_init__(self) -> None:
+        read, recent, carried = self.feature_input, self.recent, self.carried_size
         contradictions = {
-            "features are both an input and an output": self.feature_size
-            and self.feature_input,
-            "carried features need features as an input": self.carried_size
-            and not self.feature_input,
-            "recent tokens need carried features": self.recent
-            and not self.carried_size,
-            f"rows of {self.ahead} features read {self.recent} recent tokens": (
-                self.ahead and self.recent != self.ahead - 1
-            ),
+            "features are both an input and an output": self.feature_size and read,
+            "carried features need features as an input": carried and not read,
+            "recent tokens need carried features": recent and not carried,
+            f"rows of {self.ahead} features read {recent} recent tokens": self.ahead
+            and recent != self.ahead - 1,
             "guesses need features as an input, or buffers": self.guesses
-            and not (self.feature_input or self.kv_shapes),
+            and not (read or self.kv_shapes),
             "a sound needs slots of a source": self.source_bins
             and not self.source_slots,
             f"{self.spare_slots} spare slots do not hold a block of {self.block}": (
@@ -372,10 +369,9 @@ class SplitContract:
         """Split a contract below its top `layers`; raises `ContractError`."""
         below = len(whole.kv_shapes) - layers
         if layers < 1 or below < 1:
-            raise ContractError(
-                f"graph contract: {len(whole.kv_shapes)} layers cannot be cut below "
-                f"the top {layers}; export the bundle again"
-            )
+            fact = f"graph contract: {len(whole.kv_shapes)} layers cannot be cut below "
+            fact += f"the top {layers}; export the bundle again"
+            raise ContractError(fact)
         lower, upper = whole.kv_shapes[:below], whole.kv_shapes[below:]
         return cls(
             whole=whole,

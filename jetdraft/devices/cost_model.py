@@ -12,7 +12,7 @@ from jetdraft.contracts.constants import EXPERTS, WIDEST
 from jetdraft.devices.device import PowerMode
 from jetdraft.errors import CheckpointError, UnsupportedModelError
 from jetdraft.manifest import MANIFEST
-from jetdraft.parsing import read_json_file
+from jetdraft.parsing import JsonError, read_json_file
 from jetdraft.recipe import GRIDS, HEAD, SYMMETRIC, Recipe
 
 CONFIG = "config.json"
@@ -95,34 +95,25 @@ class Dimensions(LayerCounts):
         """Read a config.json, or the folder with it; raises `CheckpointError`."""
         file = path / CONFIG if path.is_dir() else path
         if (path / MANIFEST).is_file():
-            raise CheckpointError(
-                f"{path} is a bundle, and a plan reads checkpoints; give the folder or "
-                "the config.json that it was exported from"
-            )
+            fact = f"{path} is a bundle, and a plan reads checkpoints"
+            fix = "give the folder or the config.json that it was exported from"
+            raise CheckpointError(f"{fact}; {fix}")
         try:
             with file.open("rb") as opened:
-                is_gguf = opened.read(4) == b"GGUF"
-            config = {} if is_gguf else read_json_file(file)
+                if opened.read(4) == b"GGUF":
+                    fact = f"{file} is a GGUF file, which a plan does not read"
+                    raise CheckpointError(f"{fact}; give the config.json of the model")
+            return cls.of(read_json_file(file))
         except OSError as error:
-            raise CheckpointError(
-                f"cannot read {file} ({error.strerror}); give a config.json"
-            ) from error
-        except ValueError as error:
-            raise CheckpointError(
-                f"{file} is not JSON ({error}); give a config.json"
-            ) from error
-        if is_gguf:
-            raise CheckpointError(
-                f"{file} is a GGUF file, which a plan does not read; give the "
-                "config.json of the model"
-            )
-        try:
-            return cls.of(config)
+            fact = f"cannot read {file} ({error.strerror}); give a config.json"
+            raise CheckpointError(fact) from error
+        except JsonError as error:
+            fact = f"{file} is not JSON ({error}); give a config.json"
+            raise CheckpointError(fact) from error
         except (LookupError, ArithmeticError, *_MALFORMED) as error:
-            raise CheckpointError(
-                f"{file} does not describe a decoder; give the config.json of a causal "
-                "language model"
-            ) from error
+            fact = f"{file} does not describe a decoder"
+            fix = "give the config.json of a causal language model"
+            raise CheckpointError(f"{fact}; {fix}") from error
 
     @classmethod
     def of(cls, config: dict[str, Any]) -> "Dimensions":
@@ -131,24 +122,21 @@ class Dimensions(LayerCounts):
         Raises `CheckpointError`, or `UnsupportedModelError` for what no plan predicts.
         """
         if config.get("is_encoder_decoder"):
-            raise UnsupportedModelError(
-                "the config is of an encoder-decoder, and a plan predicts decoders "
-                "only; export the model and measure it on the device"
-            )
+            fact = "the config is of an encoder-decoder, and a plan predicts decoders "
+            fact += "only; export the model and measure it on the device"
+            raise UnsupportedModelError(fact)
         tied = config.get("tie_word_embeddings", config.get("tie_embedding"))
         config = config.get("text_config", config)
         kinds = config.get("layer_types") or ()
         mamba = any(config.get(name) for name in ("mamba_d_state", "ssm_state_size"))
         if mamba and {*kinds} != {"attention"}:
-            raise UnsupportedModelError(
-                "the config has Mamba layers, whose passes a plan cannot predict; "
-                "export the model and measure it on the device"
-            )
+            fact = "the config has Mamba layers, whose passes a plan cannot predict"
+            fix = "export the model and measure it on the device"
+            raise UnsupportedModelError(f"{fact}; {fix}")
         if config.get("kv_lora_rank"):
-            raise UnsupportedModelError(
-                "the config has latent attention, whose sizes a plan does not know; "
-                "export the model and measure it on the device"
-            )
+            fact = "the config has latent attention, whose sizes a plan does not know"
+            fix = "export the model and measure it on the device"
+            raise UnsupportedModelError(f"{fact}; {fix}")
         tied = config.get("tie_word_embeddings", False) if tied is None else tied
         experts, used = experts_of(config)
         inner = "moe_intermediate_size" if experts else "intermediate_size"
@@ -160,10 +148,10 @@ class Dimensions(LayerCounts):
         hidden, heads = config["hidden_size"], config["num_attention_heads"]
         kv_heads = int(config.get("num_key_value_heads") or heads)
         if heads % kv_heads:
-            raise CheckpointError(
-                f"the config's {heads} attention heads cannot share {kv_heads} heads "
-                "of keys and values; give a causal language model's config"
-            )
+            fact = f"the config's {heads} attention heads cannot share {kv_heads} "
+            fact += "heads of keys and values; give a causal language model's config"
+            raise CheckpointError(fact)
+        rows = int(config.get("vocab_size_per_layer_input") or config["vocab_size"])
         return cls(
             **vars(count_layers(config)),
             hidden_size=hidden,
@@ -173,7 +161,7 @@ class Dimensions(LayerCounts):
             window=int(config.get("sliding_window") or 0),
             experts=experts,
             used=used,
-            table=layer_table(config),
+            table=rows * layers * _layer_width(config),
         )
 
     @property
@@ -203,9 +191,8 @@ def _check_sizes(config: dict[str, Any], needed: tuple[str, ...]) -> None:
         values = value if isinstance(value, list) and value else [value]
         if not all(type(n) is int and least <= n <= MAX_SIZE for n in values):
             shown = repr(value)[:20]
-            raise CheckpointError(
-                f"the config's {name} is {shown}; give a causal language model's config"
-            )
+            fact = f"the config's {name} is {shown}"
+            raise CheckpointError(f"{fact}; give a causal language model's config")
 
 
 def experts_of(config: Config) -> tuple[int, int]:
@@ -241,12 +228,6 @@ def count_layers(config: Config) -> LayerCounts:
     return replace(total, matrices=total.matrices + more)
 
 
-def layer_table(config: Config) -> int:
-    """The numbers in the table of embeddings that each layer has."""
-    rows = int(config.get("vocab_size_per_layer_input") or config["vocab_size"])
-    return rows * int(config["num_hidden_layers"]) * _layer_width(config)
-
-
 def _layer_width(config: Config) -> int:
     """The width of the embeddings that each layer has; 0 without any."""
     if str(config.get("model_type")).startswith("gemma4_unified"):
@@ -262,10 +243,8 @@ def _kinds(config: Config) -> list[str]:
         kinds = ["linear_attention" if n % every else "full_attention" for n in turns]
     kinds = list(kinds or ["full_attention"] * layers)
     if len(kinds) < layers:
-        raise CheckpointError(
-            f"the config has {len(kinds)} layer_types for {layers} layers; give a "
-            "causal language model's config"
-        )
+        fact = f"the config has {len(kinds)} layer_types for {layers} layers"
+        raise CheckpointError(f"{fact}; give a causal language model's config")
     return kinds
 
 

@@ -164,7 +164,7 @@ def processor_digest() -> str:
     return hashlib.sha256("\n".join(sorted(used_lines)).encode()).hexdigest()[:12]
 
 
-INTERVAL_SECONDS = 0.05  # The seconds between two readings of a `Meter`.
+INTERVAL = 0.05  # The seconds between two readings of a `Meter`.
 MONITORS = "sys/bus/i2c/drivers/ina3221"  # The folder of the power monitors.
 MODULE_RAILS = ("VDD_IN", "VIN_SYS_5V0", "VIN")  # They feed the whole module.
 
@@ -203,9 +203,7 @@ def module_rails(root: Path = Path("/")) -> list[Rail]:
 class Meter:
     """Measures the energy that its `with` block uses; `joules` is None if it cannot."""
 
-    def __init__(
-        self, root: Path = Path("/"), interval: float = INTERVAL_SECONDS
-    ) -> None:
+    def __init__(self, root: Path = Path("/"), interval: float = INTERVAL) -> None:
         self.joules: float | None = None
         self._rails = module_rails(root)
         self._interval = interval
