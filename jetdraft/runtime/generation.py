@@ -28,16 +28,9 @@ from jetdraft.runtime.proposers.method import WALK
 from jetdraft.runtime.proposers.proposer import Seen
 from jetdraft.runtime.sampling.chooser import Chooser, Logprob
 from jetdraft.runtime.sampling.processors import LogitsProcessor, PenaltyProcessor
+from jetdraft.runtime.text import stops
 from jetdraft.runtime.text.codec import CHARACTERS_PER_TOKEN
 from jetdraft.runtime.text.constraint import AnswerMatcher, Matcher, Place, ThoughtRules
-from jetdraft.runtime.text.stops import (
-    CANCELLED,
-    INTERRUPTED,
-    LENGTH,
-    StopWatcher,
-    Thinking,
-    ThoughtReader,
-)
 
 PROMPT_END = 16  # Tokens of a prompt before its prediction, which make the first match.
 
@@ -70,7 +63,7 @@ class Generation:
         prepared: bool = False,
         source: SourceInput = (),
         rules: Sequence[LogitsProcessor] = (),
-        thinking: Thinking | None = None,
+        thinking: stops.Thinking | None = None,
     ) -> None:
         _check_options(options, parts)
         drafting, ending = options.drafting, options.ending
@@ -79,9 +72,9 @@ class Generation:
         special = options.constraint is not None
         text, thoughts = parts.text.stream(prompt, ends, special), None
         if thinking is not None:
-            thoughts = ThoughtReader(thinking, thinking.state(parts.text, prompt))
+            thoughts = stops.ThoughtReader(thinking, thinking.state(parts.text, prompt))
         seconds = ending.max_seconds
-        self.watcher = StopWatcher(text, ends, ending.stops, seconds, thoughts)
+        self.watcher = stops.StopWatcher(text, ends, ending.stops, seconds, thoughts)
         # Gives the bytes of tokens to come.
         self._namer = parts.text.stream(prompt, ends, special)
         thought_rules = self._thought_rules(prompt, thinking)
@@ -113,7 +106,7 @@ class Generation:
         self._target: Target = parts.target
 
     def _thought_rules(
-        self, prompt: list[int], thinking: Thinking | None
+        self, prompt: list[int], thinking: stops.Thinking | None
     ) -> list[ThoughtRules]:
         """The rules of a thought, if it has a limit or comes before a constraint."""
         most, parts = self.options.ending.max_thinking_tokens, self.parts
@@ -159,12 +152,12 @@ class Generation:
                     paused = time.perf_counter()
                     yield piece
                     self.stats.waited_seconds += time.perf_counter() - paused
-                self.watcher.end(LENGTH)
+                self.watcher.end(stops.LENGTH)
             except GeneratorExit:
-                self.watcher.end(CANCELLED)
+                self.watcher.end(stops.CANCELLED)
                 raise
             except KeyboardInterrupt:
-                self.watcher.end(INTERRUPTED)
+                self.watcher.end(stops.INTERRUPTED)
                 raise
             finally:
                 self.stats.finish_reason = self.watcher.reason
@@ -385,22 +378,14 @@ def _check_options(options: Options, parts: LoadedBundle) -> None:
     """Raise `OptionError` for an unusable option; warn if the text is not stored."""
     drafting = options.drafting
     if parts.store_of(drafting.user) is not None and drafting.select_kv:
-        warnings.warn(
-            "with selected KV rows the store keeps nothing of the text, which may not "
-            "be the model's; it is drafted from",
-            stacklevel=2,
-        )
+        fact = "with selected KV rows the store keeps nothing of the text, which may "
+        fact += "not be the model's; it is drafted from"
+        warnings.warn(fact, stacklevel=2)
     vocabulary = parts.bundle.target.contract.vocab_size
     wrong = [t for t in options.penalties.biases if not 0 <= t < vocabulary]
     if wrong:
-        raise OptionError(
-            f"logit bias of token {wrong[0]}, which is outside the vocabulary; ids are "
-            f"0 to {vocabulary - 1}",
-            "logit_bias",
-        )
+        fact = f"logit bias of token {wrong[0]}, which is outside the vocabulary"
+        raise OptionError(f"{fact}; ids are 0 to {vocabulary - 1}", "logit_bias")
     if options.ending.stops and not parts.text.has_tokenizer:
-        raise OptionError(
-            "the bundle has no tokenizer, so no stop string can be found; leave stop "
-            "out",
-            "stop",
-        )
+        fact = "the bundle has no tokenizer, so no stop string can be found"
+        raise OptionError(f"{fact}; leave stop out", "stop")

@@ -79,10 +79,8 @@ class Counts:
         if arrays.keys() != cls.__dataclass_fields__.keys():
             raise refusal
         if owner != tokenizer:
-            raise StoreError(
-                f"the table {file} belongs to another tokenizer; train a table for "
-                "this bundle"
-            )
+            fact = f"the table {file} belongs to another tokenizer"
+            raise StoreError(f"{fact}; train a table for this bundle")
         counts = cls(**arrays)
         if not counts.is_whole(vocab_size):
             raise refusal

@@ -143,8 +143,7 @@ class Stats:
         """
         if self.target_passes == 1:
             # Prefill and the first round are not decoding.
-            self.time_to_first_token = elapsed
-            self.first_tokens = tokens
+            self.time_to_first_token, self.first_tokens = elapsed, tokens
             self.generations = 1
         self.session_seconds = session_seconds
         self.decode_seconds = elapsed - self.time_to_first_token

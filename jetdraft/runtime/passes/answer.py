@@ -22,6 +22,8 @@ class LogitsSource(Protocol):
         """Fill the array, unless that was done before."""
 
 
+Tensors = Mapping[str, Tensor]  # By name.
+Ran = tuple["Rows", "Answer"]  # The rows of a draft that ran, and their answer.
 Pick = Callable[[Int64s, Int64s], Float32s]  # The logits of pairs of row and token.
 
 
@@ -111,9 +113,7 @@ class Answer:
         )
 
 
-def answer_of(
-    tensors: Mapping[str, Tensor], contract: StepContract, probes: Probes
-) -> Answer:
+def answer_of(tensors: Tensors, contract: StepContract, probes: Probes) -> Answer:
     """The answer in a binding's outputs: views, so each pass overwrites it."""
     optional = {"hidden", "features", "carried", "experts"} & tensors.keys()
     more: dict[str, Any] = {name: tensors[name].array[0] for name in optional}
@@ -132,7 +132,7 @@ def answer_of(
     )
 
 
-def _answer_from(tensors: Mapping[str, Tensor], prefix: str) -> Answer:
+def _answer_from(tensors: Tensors, prefix: str) -> Answer:
     """The answer in the four outputs whose names begin with `prefix`."""
     names = ("candidates", "candidate_logits", "logsumexp", "logits")
     ids, values, sums, logits = (tensors[prefix + name].array[0] for name in names)
@@ -161,9 +161,7 @@ class Target(Protocol):
         """
         ...
 
-    def verify(
-        self, rows: Rows, width: int, probing: Probing = NO_PROBING
-    ) -> tuple[Rows, Answer]:
+    def verify(self, rows: Rows, width: int, probing: Probing = NO_PROBING) -> Ran:
         """Run a draft in a pass; return the rows that ran, and their answer."""
         ...
 

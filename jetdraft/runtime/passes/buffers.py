@@ -32,12 +32,12 @@ def run_bound(
         if not re.search(rf"({'|'.join(OPERATORS)}) node\. ", str(error)):
             raise
         reason = str(error).partition("Status Message: ")[2]
-        raise ContractError(
-            f"a graph of the bundle cannot run ({reason}); export the bundle again "
-            "with this version"
-        ) from error
+        fact = f"a graph of the bundle cannot run ({reason})"
+        fix = "export the bundle again with this version"
+        raise ContractError(f"{fact}; {fix}") from error
 
 
+@dataclass(eq=False)
 class Tensor:
     """A fixed `value` to bind, and the `array` with the same content on the host.
 
@@ -45,13 +45,10 @@ class Tensor:
     `fetch` downloads only if the array is `stale`, that is, older than the last pass.
     """
 
-    def __init__(
-        self, array: npt.NDArray[Any], value: ort.OrtValue, memory: "Memory"
-    ) -> None:
-        self.array = array
-        self.value = value
-        self.stale = False
-        self._memory = memory
+    array: npt.NDArray[Any]
+    value: ort.OrtValue
+    _memory: "Memory"
+    stale: bool = False
 
     def upload(self) -> None:
         if self._memory.copies:
@@ -126,9 +123,7 @@ class Cache:
         # A biased pass over all slots is a first prompt to onnxruntime's attention,
         # which counts the positions of such a pass in place of reading them.
         self._widest = contract.slots - int(contract.has_bias)
-        self.length = 0
-        self.seconds = 0.0
-        self.memory = memory
+        self.length, self.seconds, self.memory = 0, 0.0, memory
         tensors = memory.tensors(contract.buffers("past"))
         self.buffers = {name: tensor.value for name, tensor in tensors.items()}
         self._compaction = compaction
@@ -252,6 +247,12 @@ class Cache:
             self._move_rows([self.length + r for r in path[kept:]], self.length + kept)
         self.advance(len(path))
 
+    def advance_to_gap(self, path: Sequence[int]) -> int:
+        """Commit the rows of a path before its first gap; returns how many."""
+        proven = gapless_length(path)
+        self.advance(proven)
+        return proven
+
     def _move_rows(self, source: list[int], target: int) -> None:
         if self._compaction is None:
             raise ValueError("this cache has no compaction graph; give it one")
@@ -300,10 +301,7 @@ class SourceBuffers:
     """The cross buffers of a decoder; an encoder writes them in place, in `seconds`."""
 
     def __init__(
-        self,
-        session: ort.InferenceSession,
-        contract: StepContract,
-        memory: Memory = HOST,
+        self, session: ort.InferenceSession, contract: StepContract, memory: Memory
     ) -> None:
         self._input = contract.encoder_input
         check_tensors((self._input,), session.get_inputs(), "the encoder's inputs")

@@ -2,7 +2,7 @@
 
 import time
 from collections import defaultdict, deque
-from collections.abc import Collection, Iterable, MutableMapping, Sequence
+from collections.abc import Collection, Iterable, MutableMapping
 from dataclasses import dataclass, field
 from itertools import permutations
 from typing import Any
@@ -51,8 +51,7 @@ class Learner(Observer):
         acceptance: MutableMapping[str, Acceptance],
     ) -> None:
         self._lessons, self._weights = learning
-        self._cache = cache
-        self._methods, self._acceptance = methods, acceptance
+        self._cache, self._methods, self._acceptance = cache, methods, acceptance
         self._version = 0
         self._notes: dict[int, tuple[Int64s, Float32s]] = {}
         """The target's candidates by the index of the token that a draft missed."""
@@ -310,7 +309,7 @@ class Planner:
         observers: list[Observer] = [*learners, *self._counters, *chosen]
         if matcher is not None and verifier.name == WALK:
             chosen = constrain(chosen, matcher)
-        controller = self._make_controller(drafting, chosen)
+        controller = self._controller(drafting, chosen)
         size = self.parts.target.contract.vocab_size
         return ProposerSet(chosen, controller, verifier, observers, size)
 
@@ -332,10 +331,8 @@ class Planner:
             chosen.pop(one, None)
         return list(chosen.values())
 
-    def _make_controller(
-        self, drafting: Drafting, proposers: Sequence[Proposer]
-    ) -> Controller:
-        if not proposers:
+    def _controller(self, drafting: Drafting, chosen: list[Proposer]) -> Controller:
+        if not chosen:
             return FixedController(None, 0)
         count, options = drafting.num_draft_tokens, drafting.options.values()
         sized = next((o for o in options if o.draft_size is not None), None)
@@ -348,11 +345,11 @@ class Planner:
                     f"{widest - 1} beside the root; give a smaller tree or export with "
                     "more --max-width"
                 )
-            return FixedController(proposers[0], count or size)
+            return FixedController(chosen[0], count or size)
         if len(drafting.names) == 1 and drafting.names != (AUTO,) and count is not None:
-            return FixedController(proposers[0], count)
+            return FixedController(chosen[0], count)
         return AdaptiveController(
-            proposers,
+            chosen,
             self.parts.curve,
             self.acceptance,
             self.widths(drafting),
@@ -372,16 +369,13 @@ class Planner:
         """Raise `OptionError` for a method that changes bits of an exact generation."""
         widths = self.parts.widths
         if method.reads_probes and drafting.exact and not widths.probes_agree:
-            raise OptionError(
-                "on this machine probes change the last bits of the rows beside them; "
-                "choose another method or add --no-exact",
-                "method",
-            )
+            fact = "on this machine probes change the last bits of the rows beside them"
+            fix = "choose another method or add --no-exact"
+            raise OptionError(f"{fact}; {fix}", "method")
         if options.branched and not self._trees_agree(drafting):
-            raise DraftingError(
-                "on this machine passes that branch change the last bits of their "
-                "rows; choose tree=chain or add --no-exact"
-            )
+            fact = "on this machine passes that branch change the last bits of their "
+            fact += "rows; choose tree=chain or add --no-exact"
+            raise DraftingError(fact)
 
     def _check_combination(self, drafting: Drafting) -> None:
         automatic = drafting.names == (AUTO,)
@@ -389,11 +383,9 @@ class Planner:
         owners = [method.name for method in named if method.target is not None]
         self._check_selection(drafting, next(iter(owners), ""))
         for one, other in _conflicts(named):
-            raise OptionError(
-                f"{one.name} drafts in the buffers in which {other.name} keeps its "
-                "draft; leave one of the two methods out",
-                "method",
-            )
+            fact = f"{one.name} drafts in the buffers in which {other.name} keeps its "
+            fact += "draft; leave one of the two methods out"
+            raise OptionError(fact, "method")
 
     def _check_selection(self, drafting: Drafting, owner: str = "") -> None:
         """Raise `OptionError` where KV rows should be selected and cannot be.
@@ -403,15 +395,13 @@ class Planner:
         if not drafting.select_kv:
             return
         if self.parts.bundle.target.selection is None:
-            raise DraftingError(
-                "the bundle reads all KV rows; export with --select-kv N, or leave "
-                "select_kv out"
-            )
+            fact = "the bundle reads all KV rows"
+            fix = "export with --select-kv N, or leave select_kv out"
+            raise DraftingError(f"{fact}; {fix}")
         if owner:
-            raise DraftingError(
-                f"method {owner} verifies with its own target, which reads all KV "
-                "rows; choose another method, or leave select_kv out"
-            )
+            fact = f"method {owner} verifies with its own target, which reads all KV "
+            fact += "rows; choose another method, or leave select_kv out"
+            raise DraftingError(fact)
         fix = "choose --provider cpu, or leave select_kv out"
         check_on_cpu(SELECTION, self.parts.provider, fix, "drafting")
 

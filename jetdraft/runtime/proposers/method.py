@@ -2,7 +2,7 @@
 
 import itertools
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cache
 from numbers import Integral, Real
@@ -65,10 +65,8 @@ class MethodOptions:
             changed = getattr(self, name) != getattr(MethodOptions, name)
             if changed and name not in VERIFIERS[self.verifier].settings:
                 others = [v.name for v in VERIFIERS.values() if name in v.settings]
-                yield (
-                    f"verifier {self.verifier!r} has no {name}; leave it out, or give "
-                    f"verifier={' or '.join(others)}"
-                )
+                fact = f"verifier {self.verifier!r} has no {name}"
+                yield f"{fact}; leave it out, or give verifier={' or '.join(others)}"
 
     @property
     def checker(self) -> Verifier:
@@ -117,9 +115,7 @@ def unknown_key_error(key: str, keys: Sequence[str]) -> OptionError:
     return DraftingError(f"unknown drafting option {key!r}; choose {', '.join(keys)}")
 
 
-def check_choice(
-    key: str, value: object, choices: Sequence[str] | Mapping[str, Any]
-) -> None:
+def check_choice(key: str, value: object, choices: Collection[str]) -> None:
     if not isinstance(value, str) or value not in choices:
         names = ", ".join(choices)
         raise DraftingError(f"unknown {key} {value!r}; choose {names}")
@@ -195,10 +191,8 @@ class Method(Generic[OptionsT]):
             )
         options()  # refuses options whose defaults are refused
         if not self.name.replace("-", "").isalnum() or self.name in ("auto", "none"):
-            raise OptionError(
-                f"{self.name!r} cannot name a method; use letters, digits and dashes",
-                "method",
-            )
+            fact = f"{self.name!r} cannot name a method; use letters, digits and dashes"
+            raise OptionError(fact, "method")
 
 
 def _integers(items: Sequence[Any]) -> tuple[int, ...]:
@@ -230,10 +224,8 @@ def _read_value(key: str, value: object, hint: Any) -> Any:
     """Read a text or a Python value as its field's type; raises `DraftingError`."""
     kinds = get_args(hint) if get_origin(hint) in (typing.Union, UnionType) else (hint,)
     if unreadable := {*kinds} - {*_READERS, NoneType}:
-        raise DraftingError(
-            f"drafting option {key} has a field of type {unreadable.pop()}; declare it "
-            "with a type that MethodOptions lists"
-        )
+        fact = f"drafting option {key} has a field of type {unreadable.pop()}"
+        raise DraftingError(f"{fact}; declare it with a type that MethodOptions lists")
     if value is None and NoneType in kinds:
         return None
     types = [_READERS[kind] for kind in _READERS if kind in kinds]
@@ -287,15 +279,12 @@ class TreeOptions(MethodOptions):
                 yield f"drafting options tree={tree} and {key} go together; give both"
         if self.branched and self.kind not in self.shape.kinds:
             allowed = ", ".join(sorted(kind.value for kind in self.shape.kinds))
-            yield (
-                f"a {self.tree} tree cannot have {self.siblings} siblings; choose "
-                f"{allowed}"
-            )
+            fact = f"a {self.tree} tree cannot have {self.siblings} siblings"
+            yield f"{fact}; choose {allowed}"
         if not self.branched and self.kind is not Kind.COUPLED:
-            yield (
-                f"a chain is drafted with coupled noise; for {self.siblings} drafts "
-                "give tree=k-ary and branching=1,1,1"
-            )
+            fact = "a chain is drafted with coupled noise"
+            fix = f"for {self.siblings} drafts give tree=k-ary and branching=1,1,1"
+            yield f"{fact}; {fix}"
         parents = self.tree_parents or ()
         has_single_children = (
             not self.branched

@@ -60,8 +60,7 @@ class Chooser:
     def __init__(
         self, sampling: Sampling, processors: Sequence[LogitsProcessor] = ()
     ) -> None:
-        self.sampling = sampling
-        self._processors = processors
+        self.sampling, self._processors = sampling, processors
 
     def process(self, answer: Answer, rows: Rows, context: Sequence[int]) -> Answer:
         """The target's answer after all processors; `context` ends with the root."""

@@ -191,20 +191,15 @@ class Penalties:
 
     def __post_init__(self) -> None:
         if not isinstance(self.logit_bias, (Mapping, type(None))):
-            raise OptionError(
-                f"logit_bias {self.logit_bias!r} is not a mapping; give {{id: number}}",
-                "logit_bias",
-            )
+            fact = f"logit_bias {self.logit_bias!r} is not a mapping"
+            raise OptionError(f"{fact}; give {{id: number}}", "logit_bias")
         for token, bias in self.biases.items():
             if isinstance(token, bool) or not isinstance(token, int):
-                raise OptionError(
-                    f"logit bias of {token!r}: give ids of tokens", "logit_bias"
-                )
+                fact = f"logit bias of {token!r}: give ids of tokens"
+                raise OptionError(fact, "logit_bias")
             if not isinstance(bias, (int, float)) or not abs(bias) < 3e38:
-                raise OptionError(
-                    f"logit bias of {token} is not a number of 32 bits; give a number",
-                    "logit_bias",
-                )
+                fact = f"logit bias of {token} is not a number of 32 bits"
+                raise OptionError(f"{fact}; give a number", "logit_bias")
         check_ranges(self, _RANGES)
 
     @property
@@ -222,8 +217,7 @@ class PenaltyProcessor:
     """Applies `Penalties` in one generation after `prompt`; a `LogitsProcessor`."""
 
     def __init__(self, penalties: Penalties, prompt: Sequence[int]) -> None:
-        self.penalties = penalties
-        self._prompt = prompt
+        self.penalties, self._prompt = penalties, prompt
         self._counted = len(prompt)
         # The changed tokens, and by token id: bias, count in the output, and whether
         # it is in the text; made when the vocabulary's size is known.
@@ -255,9 +249,7 @@ class PenaltyProcessor:
         ]
         return apply_changes(answer, changes)
 
-    def _penalize(
-        self, logits: Float32s, ids: Int64s, path: Sequence[int]
-    ) -> "_Penalized":
+    def _penalize(self, logits: Float32s, ids: Int64s, path: list[int]) -> "_Penalized":
         """The new logits of a row, after the tokens of a path to the row."""
         ids = np.concatenate([ids, np.setdiff1d(np.array(path, np.int64), ids)])
         values = logits[ids] + self._bias[ids]
