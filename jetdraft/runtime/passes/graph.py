@@ -191,10 +191,9 @@ class Graph:
     def _bind(self, size: _PassSize, room: int) -> _GraphBinding:
         """The binding for a size, made once; raises `ValueError` if it is too wide."""
         if not 1 <= size.width <= min(self.contract.max_width, room):
-            raise ValueError(
-                f"a pass of {size.width} rows does not fit: {room} rows of room, "
-                f"{self.contract.max_width} at most"
-            )
+            fact = f"a pass of {size.width} rows does not fit: {room} rows of room, "
+            fact += f"{self.contract.max_width} at most"
+            raise ValueError(fact)
         # Narrow passes have few sizes, and captured graphs need their memory.
         is_wide = size.width > WIDEST
         bindings = self._wide_bindings if is_wide else self._bindings
