@@ -129,10 +129,7 @@ def printable(text: object, most: int = 200) -> str:
     printable("a\x1b[2Jb\n")    # 'a\\x1b[2Jb\\n'
     """
     # No character becomes shorter, so what lies further behind is not shown anyway.
-    line = "".join(
-        character
-        if character.isprintable()
-        else character.encode("unicode_escape").decode("ascii")
-        for character in str(text)[: most + 1]
-    )
+    shown = str(text)[: most + 1]
+    escaped = ((c, c.encode("unicode_escape").decode("ascii")) for c in shown)
+    line = "".join(c if c.isprintable() else code for c, code in escaped)
     return line if len(line) <= most else line[: most - 1] + "…"

@@ -134,9 +134,8 @@ def takes(record: Callable[P, R]) -> Callable[[Callable[[R], T]], Callable[P, T]
             **{name: hints.get(name, Any) for name in signature.parameters},
             "return": returned,
         }
-        rows = "\n".join(
-            f"- `{o.name}`: {o.help}" for o in declared_options(cast(type, record))
-        )
+        own = declared_options(cast(type, record))
+        rows = "\n".join(f"- `{option.name}`: {option.help}" for option in own)
         call.__doc__ = f"{inspect.getdoc(function)}\n\n{rows}"
         return call
 

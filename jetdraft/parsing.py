@@ -66,9 +66,8 @@ def read_json(
             object_pairs_hook=_unique_fields,
         )
     except json.JSONDecodeError as error:
-        raise JsonError(
-            f"no valid JSON: {error.msg} in line {error.lineno}, column {error.colno}"
-        ) from error
+        place = f"line {error.lineno}, column {error.colno}"
+        raise JsonError(f"no valid JSON: {error.msg} in {place}") from error
     except RecursionError as error:
         raise JsonError("nested too deeply") from error
     if _SURROGATE.search(text):
@@ -196,10 +195,8 @@ def read_fields(kind: Any, value: Any, where: str = "", without: str = "") -> An
     for name in fields:
         if name not in hints:
             raise RecordError(f"{_path_of_field(where, name)} is unknown")
-    return {
-        name: read_record(hints[name], field, _path_of_field(where, name))
-        for name, field in fields.items()
-    }
+    places = {name: _path_of_field(where, name) for name in fields}
+    return {n: read_record(hints[n], fields[n], place) for n, place in places.items()}
 
 
 _field_hints = cache(partial(get_type_hints, include_extras=True))

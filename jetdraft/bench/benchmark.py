@@ -115,14 +115,9 @@ def _generate(
     model: Model, contender: Contender, prompt: Int64s, options: dict[str, Any]
 ) -> Result:
     model.forget()  # the contender before has decoded the same text
-    return model.generate(
-        token_ids=prompt,
-        method=contender.method,
-        num_draft_tokens=contender.num_draft_tokens,
-        exact=contender.exact,
-        ignore_eos=True,
-        **options,
-    )
+    names = ("method", "num_draft_tokens", "exact")
+    own: dict[str, Any] = {name: getattr(contender, name) for name in names}
+    return model.generate(token_ids=prompt, ignore_eos=True, **own, **options)
 
 
 def make_report(model: Model, rows: Sequence[Contender]) -> dict[str, Any]:

@@ -99,14 +99,10 @@ def _best_drafter_threads(model: Model) -> int:
     model.forget()
     parts.target.cache.rewind(0)
     other = parts.threads if own == 1 else 1
-    openers = [
-        Opener(bundle, PROVIDERS["cpu"], threads)
-        for threads in threads_of_pair(parts.threads, other)
-    ]
-    target, drafter = (
-        opener.graph(graph)
-        for opener, graph in zip(openers, (bundle.target, entry), strict=True)
-    )
+    threads = threads_of_pair(parts.threads, other)
+    openers = (Opener(bundle, PROVIDERS["cpu"], own_threads) for own_threads in threads)
+    pairs_to_open = zip(openers, (bundle.target, entry), strict=True)
+    target, drafter = (opener.graph(graph) for opener, graph in pairs_to_open)
     pairs = {own: (parts.target, parts.drafter), other: (target, drafter)}
     seconds: dict[int, float] = {}
     for _ in range(TURNS):

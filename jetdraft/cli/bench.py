@@ -83,22 +83,18 @@ def command(
 
 
 def _print_report(report: dict[str, Any]) -> None:
-    header = (
-        "method      K exact  tokens/s  chars/s  speedup tok/pass accepted  first s "
-    )
-    header += " host ms  same text"
+    header = "method      K exact  tokens/s  chars/s  speedup tok/pass accepted  "
+    header += "first s  host ms  same text"
     click.echo(header)
     for row in report["rows"]:
         length = row["num_draft_tokens"] or "-"
-        click.echo(
-            f"{row['method']:8} {length:>4} {'yes' if row['exact'] else 'no':5} "
-            f"{row['tokens_per_second']:9.1f} "
-            f"{_cell(row['characters_per_second'], 1)} {_cell(row['speedup'], 2, 7)}x "
-            f"{_cell(row['tokens_per_pass'], 2)} {_cell(row['acceptance_rate'], 2)} "
-            f"{row['time_to_first_token']:8.3f} "
-            f"{_cell(row['outside_ms_per_round'], 3)}  "
-            f"{row['same_text']}/{row['texts']}"
-        )
+        name = f"{row['method']:8} {length:>4} {'yes' if row['exact'] else 'no':5}"
+        chars, speedup = row["characters_per_second"], _cell(row["speedup"], 2, 7)
+        speeds = f"{row['tokens_per_second']:9.1f} {_cell(chars, 1)} {speedup}x"
+        shares = _cell(row["tokens_per_pass"], 2), _cell(row["acceptance_rate"], 2)
+        first, host = row["time_to_first_token"], _cell(row["outside_ms_per_round"], 3)
+        ends = f"{first:8.3f} {host}  {row['same_text']}/{row['texts']}"
+        click.echo(" ".join((name, speeds, *shares, ends)))
     for name, curve in report["pass_ms"].items():
         times = "  ".join(f"{width}:{ms:.2f}" for width, ms in curve.items())
         if times:

@@ -59,10 +59,8 @@ def command(
     with load(bundle, **runtime) as model:
         announce_first_run(model)
         fields = flags.with_defaults(options, model)
-        template = {
-            name: _parse_value(value)
-            for name, value in flags.parse_settings(variables, "template").items()
-        }
+        given = flags.parse_settings(variables, "template").items()
+        template = {name: _parse_value(value) for name, value in given}
         talk = Conversation(model, system, drop_oldest, template=template, **fields)
         # Raises for a missing template or a bad option, before the first line is read.
         model.stream_reply(model.chat_prompt([user_message("")], **template), **fields)

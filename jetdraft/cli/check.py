@@ -152,9 +152,8 @@ def _width_lines(widths: Widths) -> Iterator[str]:
 
 def _acceptance_line(exported: list[float], measured: list[float]) -> str:
     """Return the line of acceptance rates by position in a draft, now and at export."""
-    now, before = (
-        " ".join(f"{share:.2f}" for share in shares) for shares in (measured, exported)
-    )
+    both = (measured, exported)
+    now, before = (" ".join(f"{share:.2f}" for share in shares) for shares in both)
     return f"by position {now}, at export {before}"
 
 

@@ -5,6 +5,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any, Self
@@ -125,9 +126,8 @@ class ProgressBars:
         if self._bar is None or stage != self._stage:
             self.close()
             self._stage, self._done = stage, 0
-            self._bar = click.progressbar(
-                length=total, label=f"{stage:18}", file=sys.stderr
-            )
+            how: Any = {"label": f"{stage:18}", "file": sys.stderr}
+            self._bar = click.progressbar(length=total, **how)
         self._bar.update(done - self._done)
         self._done = done
 
@@ -168,11 +168,9 @@ Show = Callable[[Any], None]
 
 def announce_first_run(model: Model) -> None:
     """Let the model print a line on standard error before its first measurements."""
-    model.parts.survey.announce = lambda: click.echo(
-        "first run on this machine: a few passes are measured before the text; "
-        "jetdraft tune measures all",
-        err=True,
-    )
+    line = "first run on this machine: a few passes are measured before the text; "
+    line += "jetdraft tune measures all"
+    model.parts.survey.announce = partial(click.echo, line, err=True)
 
 
 def print_generation(
@@ -232,9 +230,8 @@ def explain_rounds(stats: Stats) -> str:
     lines = [f"one by one a token takes {stats.plain_ms:.1f} ms"]
     lines += ["method     rounds  drafted  accepted   tokens     saved"]
     for name, share in sorted(stats.by_method.items(), key=lambda i: -i[1].rounds):
-        lines.append(
-            f"{name:10} {share.rounds:6} {share.drafted_tokens:8} "
-            f"{share.accepted_tokens:9} {share.new_tokens:8} {share.saved_ms:+8.1f} ms"
-        )
+        drafts = f"{share.drafted_tokens:8} {share.accepted_tokens:9}"
+        gains = f"{share.new_tokens:8} {share.saved_ms:+8.1f} ms"
+        lines.append(f"{name:10} {share.rounds:6} {drafts} {gains}")
     lines += [f"off in {rounds} of them: {why}" for why, rounds in stats.off.items()]
     return "\n".join(lines)

@@ -66,11 +66,9 @@ def _print_devices(machine: Machine, as_json: bool) -> None:
         return
     for device in sorted(devices, key=lambda device: device.memory_gb):
         mode = device.power_mode()
-        click.echo(
-            f"{device.name:14} {device.title:24} sm {device.compute_capability:5}"
-            f"{device.memory_gb:5.0f} GB {mode.bandwidth_gbs:6.1f} GB/s "
-            f"{mode.fp16_tflops:6.1f} TFLOPS fp16"
-        )
+        known = f"{device.name:14} {device.title:24} sm {device.compute_capability:5}"
+        rates = f"{mode.bandwidth_gbs:6.1f} GB/s {mode.fp16_tflops:6.1f} TFLOPS fp16"
+        click.echo(f"{known}{device.memory_gb:5.0f} GB {rates}")
     board = machine.board or "not a Jetson"
     click.echo(f"this machine: {board}" + (f", {name}" if name else ""))
 
@@ -87,11 +85,9 @@ def _print_profile(device: Device, as_json: bool) -> None:
     click.echo(f"quantizations  {', '.join(device.quantizations)}")
     click.echo(f"recipe         {device.recipe} ({device.recipe_evidence})")
     for mode in device.power_modes:
-        click.echo(
-            f"{mode.name:14} {mode.watts:.0f} W, {mode.bandwidth_gbs} GB/s, "
-            f"{mode.gpu_mhz:.0f} MHz, {mode.fp16_tflops} TFLOPS dense fp16 "
-            f"({mode.source})"
-        )
+        rates = f"{mode.bandwidth_gbs} GB/s, {mode.gpu_mhz:.0f} MHz, {mode.fp16_tflops}"
+        line = f"{mode.name:14} {mode.watts:.0f} W, {rates} TFLOPS dense fp16 "
+        click.echo(f"{line}({mode.source})")
     for pack in device.jetpacks:
         line = f"JetPack {pack.version:6} L4T {pack.l4t}, CUDA {pack.cuda}, TensorRT "
         line += f"{pack.tensorrt}, Python {pack.python}"
@@ -136,9 +132,8 @@ def _check_system(machine: Machine) -> Iterator[Finding]:
     profile = f" ({machine.device.name})" if machine.device else ", without a profile"
     yield Finding("board", machine.board + profile, fix)
     if machine.l4t is None:
-        yield Finding(
-            "driver", "no L4T release file", "flash JetPack 6.2 or 7.2", wrong=True
-        )
+        found = "no L4T release file", "flash JetPack 6.2 or 7.2"
+        yield Finding("driver", *found, wrong=True)
         return
     release = f"L4T {machine.l4t}"
     if machine.jetpack is None:

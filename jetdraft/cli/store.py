@@ -80,10 +80,8 @@ def _print_folder(
     sets.check()
     choice = sets.read_choice()
     kept = _open_lessons(bundle, folder)
-    kept_lessons = [
-        (len(lesson.places), text.decode(lesson.tokens.tolist()))
-        for lesson in kept.read(user)
-    ]
+    pairs = ((len(one.places), one.tokens.tolist()) for one in kept.read(user))
+    kept_lessons = [(count, text.decode(tokens)) for count, tokens in pairs]
     others = {name: count for name, count in kept.user_counts().items() if name != user}
     if as_json:
         weights = {"weights": choice.name, "on_trial_against": choice.before}

@@ -109,9 +109,8 @@ def acceptance(
     prompts = read_prompts(prompts_file, model)
     with ProgressBars() as bars:
         tick = bars.start_stage("watch", len(prompts))
-        hidden, accepted = record_verdicts(
-            model, prompts, max_new_tokens, temperature or 0.0, tick, seed
-        )
+        how = max_new_tokens, temperature or 0.0, tick, seed
+        hidden, accepted = record_verdicts(model, prompts, *how)
     head, loss = fit_head(hidden, accepted, seed=seed)
     file = model.parts.profiles.acceptance_file
     save_head(head, file, model.bundle.sha256)
@@ -200,9 +199,7 @@ def _print_learned(learned: learning.Learned) -> None:
         outcome = "the lessons were erased meanwhile, so nothing was published"
     else:
         outcome = "nothing was learned, and nothing was published"
-    click.echo(
-        f"{learned.steps} steps on {learned.places} wrong places: held-out loss "
-        f"{before.loss:.2f} to {after.loss:.2f}, right {before.right:.2f} to "
-        f"{after.right:.2f}; {outcome}",
-        err=True,
-    )
+    work = f"{learned.steps} steps on {learned.places} wrong places"
+    losses = f"held-out loss {before.loss:.2f} to {after.loss:.2f}"
+    rates = f"right {before.right:.2f} to {after.right:.2f}"
+    click.echo(f"{work}: {losses}, {rates}; {outcome}", err=True)

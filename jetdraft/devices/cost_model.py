@@ -216,10 +216,8 @@ def count_layers(config: Config) -> LayerCounts:
     layers, hidden = config["num_hidden_layers"], config["hidden_size"]
     first_shared = layers - int(config.get("num_kv_shared_layers") or 0)
     kinds = _kinds(config)
-    counts = [
-        _count_layer(config, index, kinds[index], index >= first_shared)
-        for index in range(layers)
-    ]
+    order = enumerate(kinds[:layers])
+    counts = [_count_layer(config, i, kind, i >= first_shared) for i, kind in order]
     total = LayerCounts(*map(sum, zip(*map(astuple, counts), strict=True)))
     # The projections of embeddings that each layer has, and of Gemma 3n's streams.
     width = _layer_width(config)
@@ -254,9 +252,8 @@ def _count_layer(config: Config, index: int, kind: str, shares: bool) -> LayerCo
         mixing = _linear_attention(config)
     elif kind == "conv":  # three parts, and the output
         rows = int(config.get("conv_L_cache") or 3) - 1
-        mixing = LayerCounts(
-            4 * hidden * hidden, state_values=rows * hidden, kept_values=WIDEST * hidden
-        )
+        kept = {"state_values": rows * hidden, "kept_values": WIDEST * hidden}
+        mixing = LayerCounts(4 * hidden * hidden, **kept)
     else:
         own = (config.get("per_layer_config") or {}).get(str(index), {})
         mixing = _attention({**config, **own}, kind, shares)
@@ -283,11 +280,8 @@ def _attention(config: Config, kind: str, shares: bool) -> LayerCounts:
     columns += 0 if shares else values * kv_heads
     kept = 0 if shares else 2 * kv_heads * size
     slides = kind == "sliding_attention" and bool(config.get("sliding_window"))
-    return LayerCounts(
-        hidden * columns * size,
-        kv_values=kept * (not slides),
-        window_values=kept * slides,
-    )
+    rows = {"kv_values": kept * (not slides), "window_values": kept * slides}
+    return LayerCounts(hidden * columns * size, **rows)
 
 
 def _linear_attention(config: Config) -> LayerCounts:
@@ -299,11 +293,9 @@ def _linear_attention(config: Config) -> LayerCounts:
     window = int(config.get("linear_conv_kernel_dim") or 4) - 1
     # Of a row: what enters the convolution, and keys, values and two gates of heads.
     row = channels + keys + values + 2 * heads
-    return LayerCounts(
-        config["hidden_size"] * (2 * keys + 3 * values),
-        state_values=values * size + window * channels,
-        kept_values=WIDEST * row,
-    )
+    matrices = config["hidden_size"] * (2 * keys + 3 * values)
+    state = values * size + window * channels
+    return LayerCounts(matrices, state_values=state, kept_values=WIDEST * row)
 
 
 def _feed_forward(config: Config, index: int, shares: bool) -> tuple[int, int]:

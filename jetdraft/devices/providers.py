@@ -191,16 +191,14 @@ def try_provider(name: str) -> Presence:
         return Presence(name, False, False, reason)
     command = [sys.executable, "-m", "jetdraft.devices.trial", PROVIDERS[name].full]
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=TRIAL_SECONDS, check=False
-        )
+        how: Any = {"capture_output": True, "text": True, "timeout": TRIAL_SECONDS}
+        done = subprocess.run(command, check=False, **how)
     except (OSError, subprocess.TimeoutExpired) as error:
         return Presence(name, True, False, f"a small graph did not run ({error})")
     lines = done.stdout.splitlines()
     if done.returncode == 0 and lines[-1:] == [RAN]:
-        return Presence(
-            name, True, True, software=SOFTWARE in lines, half=NO_HALF not in lines
-        )
+        kind = SOFTWARE in lines, NO_HALF not in lines
+        return Presence(name, True, True, "", *kind)
     return Presence(name, True, False, failure_reason(done.returncode, done.stderr))
 
 
@@ -263,12 +261,10 @@ def engine_options(
 
 def _shapes(contract: StepContract, sizes: tuple[int, int, int]) -> str:
     """Return the shapes of dynamic inputs, such as "input_ids:1x4,answer_rows:4"."""
-    sized = (
-        (spec.name, spec.shape_for(*sizes, contract.members, contract.prefix))
-        for spec in contract.inputs
-        if any(isinstance(axis, str) for axis in spec.shape)
-    )
-    return ",".join(f"{name}:{'x'.join(map(str, shape))}" for name, shape in sized)
+    counts = *sizes, contract.members, contract.prefix
+    named = [s for s in contract.inputs if any(isinstance(a, str) for a in s.shape)]
+    shapes = (f"{s.name}:{'x'.join(map(str, s.shape_for(*counts)))}" for s in named)
+    return ",".join(shapes)
 
 
 def engine_folder(folder: Path, machine: dict[str, str]) -> Path | None:

@@ -89,20 +89,13 @@ def add_adapter(options: Any, provider_options: dict[str, str]) -> None:
 def check_buffers(file: Path, contract: StepContract) -> None:
     """Raise `ProviderError` if a tensor is larger than a buffer of WebGPU may be."""
     graph = import_onnx().load(file, load_external_data=False).graph
-    sizes = {
-        tensor.name: int(entry.value)
-        for tensor in graph.initializer
-        for entry in tensor.external_data
-        if entry.key == "length"
-    }
+    stored = ((t.name, entry) for t in graph.initializer for entry in t.external_data)
+    sizes = {name: int(entry.value) for name, entry in stored if entry.key == "length"}
     specs = (*contract.inputs, *contract.outputs)
-    sizes |= {
-        spec.name: math.prod(
-            spec.shape_for(WIDEST, WIDEST, WIDEST, contract.members, contract.prefix)
-        )
-        * np.dtype(spec.dtype).itemsize
-        for spec in specs
-    }
+    rows = WIDEST, WIDEST, WIDEST, contract.members, contract.prefix
+    for spec in specs:
+        numbers = math.prod(spec.shape_for(*rows))
+        sizes[spec.name] = numbers * np.dtype(spec.dtype).itemsize
     largest = max(sizes, key=lambda name: sizes[name])
     limit = find_adapter().largest_buffer
     if 0 < limit < sizes[largest]:

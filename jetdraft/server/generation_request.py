@@ -341,10 +341,8 @@ def _read_prompts(prompt: object) -> list[Prompt]:
 
 
 def _read_messages(messages: object) -> list[Message]:
-    return [
-        _read_message(message, f"messages[{place}]")
-        for place, message in enumerate(check_messages(messages))
-    ]
+    numbered = enumerate(check_messages(messages))
+    return [_read_message(message, f"messages[{at}]") for at, message in numbered]
 
 
 def _read_message(message: Message, at: str) -> Message:
@@ -370,9 +368,8 @@ def _read_message(message: Message, at: str) -> Message:
     if calls is not None:
         if not isinstance(calls, list):
             raise _field_error(place, "a list of calls")
-        changed["tool_calls"] = [
-            _read_call(call, f"{place}[{number}]") for number, call in enumerate(calls)
-        ]
+        numbered = enumerate(calls)
+        changed["tool_calls"] = [_read_call(c, f"{place}[{n}]") for n, c in numbered]
     return changed
 
 

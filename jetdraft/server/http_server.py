@@ -138,10 +138,8 @@ def _error_handler() -> Callable[[asyncio.AbstractEventLoop, dict[str, Any]], No
             loop.default_exception_handler(context)
         elif loop.time() > silent_until:
             silent_until = loop.time() + 60.0
-            logging.getLogger("uvicorn.error").error(
-                "no file is left for a new connection (%s); raise `ulimit -n`",
-                context.get("exception"),
-            )
+            fact = "no file is left for a new connection (%s); raise `ulimit -n`"
+            logging.getLogger("uvicorn.error").error(fact, context.get("exception"))
 
     return report
 
