@@ -16,7 +16,7 @@ from dataclasses import replace
 from jetdraft.errors import ConstraintError, OptionError
 from jetdraft.runtime.drafts.rows import Rows
 from jetdraft.runtime.loaded import LoadedBundle
-from jetdraft.runtime.measured.stats import Round, Stats
+from jetdraft.runtime.measured.stats import Round
 from jetdraft.runtime.measured.widths import prefill_widths
 from jetdraft.runtime.passes.answer import Answer, Target
 from jetdraft.runtime.passes.buffers import SourceInput, source_tokens
@@ -91,15 +91,10 @@ class Generation:
         self.widths = planner.widths(drafting)
         self._ends_at_gap = parts.widths.ends_at_gap(drafting.exact)
         selection = parts.bundle.target.selection
-        self.stats = Stats(
-            method=drafting.method,
-            exact=drafting.exact,
-            lossy=options.lossy,
-            select_kv=selection.rows if selection and drafting.select_kv else None,
-            seed=options.sampling.seed if options.sampling.temperature else None,
-            prompt_tokens=len(source_tokens(source) or prompt),
-            plain_ms=parts.curve.pass_ms(self.widths[0]),
-        )
+        rows = selection.rows if selection and drafting.select_kv else None
+        size = len(source_tokens(source) or prompt)
+        ms = parts.curve.pass_ms(self.widths[0])
+        self.stats = options.stats(size, select_kv=rows, plain_ms=ms)
         self.prompt, self._source = prompt, source
         self.pieces: list[Piece] = []
         self._carried: list[int] = []

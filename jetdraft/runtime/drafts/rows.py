@@ -151,10 +151,8 @@ class Rows:
         The last pair is (n, n) if the path ends above n wrong children.
         """
         below = [self.children(row) for row in path]
-        ranks = [
-            (siblings.index(row), len(siblings))
-            for siblings, row in zip(below, path[1:], strict=False)
-        ]
+        steps = zip(below, path[1:], strict=False)
+        ranks = [(siblings.index(row), len(siblings)) for siblings, row in steps]
         left = len(below[-1])
         return [*ranks, (left, left)] if left else ranks
 

@@ -104,10 +104,8 @@ class ResponseStore:
             for key in keys:
                 entry = known.get(key)
                 if entry is None:
-                    row = database.execute(
-                        "select prompt, response, vector from entries where id = ?",
-                        key[:1],
-                    ).fetchone()
+                    query = "select prompt, response, vector from entries where id = ?"
+                    row = database.execute(query, key[:1]).fetchone()
                     with suppress(ValueError, TypeError):  # of a poisoned file
                         texts = [np.frombuffer(ids, "u4").tolist() for ids in row[:2]]
                         vector = np.frombuffer(row[2], "f4")
@@ -138,16 +136,13 @@ class ResponseStore:
         """Write an entry, drop the request's earlier entry; raises `sqlite3.Error`."""
         if self._store_file.is_missing():
             self._store_file.create_or_check()
-        prompt, response = (
-            np.asarray(tokens, np.uint32).tobytes()
-            for tokens in (entry.prompt, entry.response)
-        )
+        texts = (entry.prompt, entry.response)
+        prompt, response = (np.asarray(ids, np.uint32).tobytes() for ids in texts)
         key = self.user, prompt
         vector = entry.vector.astype(np.float32).tobytes()
         with self._store_file.connect() as database:
-            earlier = database.execute(
-                "select response from entries where user = ? and prompt = ?", key
-            ).fetchone()
+            query = "select response from entries where user = ? and prompt = ?"
+            earlier = database.execute(query, key).fetchone()
             # Of the same response that was cut earlier, keep the longer text.
             if earlier and isinstance(earlier[0], bytes):
                 response = earlier[0] if earlier[0].startswith(response) else response

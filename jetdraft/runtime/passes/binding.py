@@ -62,9 +62,8 @@ class PassBinding:
         others = [(n, n in read, t) for n, t in self.tensors.items() if n not in STEADY]
         self._uploads = [tensor for _, is_read, tensor in others if is_read]
         self._on_request = [self.tensors[n] for n in ON_REQUEST if n in self.tensors]
-        self._downloads = [
-            t for n, is_read, t in others if not (is_read or n in ON_REQUEST)
-        ]
+        written = [(name, tensor) for name, is_read, tensor in others if not is_read]
+        self._downloads = [tensor for name, tensor in written if name not in ON_REQUEST]
         self._mask_shows: tuple[_Slots, int] | None = None
         # To set an item of a view takes a tenth of the time of a numpy call.
         self.cursor = self.view("cursor")

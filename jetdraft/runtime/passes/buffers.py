@@ -81,9 +81,8 @@ class Memory:
             value = ort.OrtValue.ortvalue_from_numpy(array)
         else:
             with self.exclusive_use():
-                value = ort.OrtValue.ortvalue_from_shape_and_type(
-                    shape, np.dtype(dtype).type, self.device, 0
-                )
+                given = shape, array.dtype.type, self.device, 0
+                value = ort.OrtValue.ortvalue_from_shape_and_type(*given)
                 if array.size:
                     value.update_inplace(array)
         return Tensor(array, value, self)
@@ -209,10 +208,8 @@ class Cache:
 
     def forms(self, rows: int) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
         """The shapes and types of what `copy_rows` gives."""
-        shapes = {
-            name: ((*buffer.shape()[:2], rows, buffer.shape()[3]), buffer.numpy().dtype)
-            for name, buffer in self.buffers.items()
-        }
+        kv = {name: buffer.numpy() for name, buffer in self.buffers.items()}
+        shapes = {n: ((*a.shape[:2], rows, a.shape[3]), a.dtype) for n, a in kv.items()}
         states = self._state_arrays().items()
         return shapes | {n: (array.shape, array.dtype) for n, array in states}
 
@@ -305,9 +302,8 @@ class SourceBuffers:
     ) -> None:
         self._input = contract.encoder_input
         check_tensors((self._input,), session.get_inputs(), "the encoder's inputs")
-        check_tensors(
-            contract.cross_inputs, session.get_outputs(), "the encoder's outputs"
-        )
+        outputs = session.get_outputs()
+        check_tensors(contract.cross_inputs, outputs, "the encoder's outputs")
         self.slots = contract.source_slots
         self.tokens: list[int] = []
         self.seconds = 0.0

@@ -92,16 +92,13 @@ def open_session(
     except ProviderError as error:  # some graphs do without
         no_library = error
     try:
-        options.add_external_initializers(
-            list(weights),
-            [ort.OrtValue.ortvalue_from_numpy(w) for w in weights.values()],
-        )
+        values = [ort.OrtValue.ortvalue_from_numpy(w) for w in weights.values()]
+        options.add_external_initializers(list(weights), values)
         for name, value in (shared or {}).items():
             options.add_initializer(name, value)
         # The fallback of the Python package prints, then opens another session.
-        session = ort.InferenceSession(
-            str(file), options, providers=providers, enable_fallback=0
-        )
+        how = {"providers": providers, "enable_fallback": 0}
+        session = ort.InferenceSession(str(file), options, **how)
     except Exception as error:  # onnxruntime's exceptions have no common base
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         if no_library and DOMAIN in reason.rpartition("failed:")[2]:  # after the file
@@ -148,12 +145,9 @@ def _check_provider(session: ort.InferenceSession, provider: str, file: Path) ->
     if session.get_providers()[0] != full:
         reason = try_provider(provider).reason or "onnxruntime left it out"
         raise ProviderError(f"{full} cannot be used here: {reason}; {PROVIDER_FIX}")
-    elsewhere = {
-        node.op_type
-        for part in session.get_provider_graph_assignment_info()
-        for node in part.get_nodes()
-        if part.ep_name != full
-    }
+    parts = session.get_provider_graph_assignment_info()
+    others = (part for part in parts if part.ep_name != full)
+    elsewhere = {node.op_type for part in others for node in part.get_nodes()}
     if missing := elsewhere - SIZE_OPERATORS:
         fact = f"{full} has no kernels for {', '.join(sorted(missing))} of {file}"
         raise ProviderError(f"{fact}; export the bundle for this provider")

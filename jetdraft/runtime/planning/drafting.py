@@ -38,16 +38,11 @@ class Drafting:
 
     def __post_init__(self) -> None:
         if not isinstance(self.method, str):
-            raise OptionError(
-                f"method {self.method!r} is not a text; give, for example, "
-                '"draft,lookup"',
-                "method",
-            )
+            fact = f"method {self.method!r} is not a text"
+            raise OptionError(f'{fact}; give, for example, "draft,lookup"', "method")
         if not isinstance(self.settings, (Mapping, MethodOptions)):
-            raise DraftingError(
-                f"drafting {self.settings!r} is not a mapping; give one, for example "
-                '{"tree": "best"}'
-            )
+            fact = f"drafting {self.settings!r} is not a mapping; give one"
+            raise DraftingError(fact + ', for example {"tree": "best"}')
         if not isinstance(self.prediction, str):
             problem = f"prediction {self.prediction!r} is not a text; give a text"
             raise OptionError(problem, "prediction")
@@ -89,12 +84,11 @@ class Drafting:
         for key in self._given_options:
             if key not in all_keys:
                 raise unknown_key_error(key, tuple(all_keys))
-        options = {
-            name: types[name].of(
-                {k: v for k, v in self._given_options.items() if k in keys}
-            )
-            for name, keys in keys_of.items()
+        given = self._given_options
+        own = {
+            n: {k: given[k] for k in keys if k in given} for n, keys in keys_of.items()
         }
+        options = {name: types[name].of(settings) for name, settings in own.items()}
         if self.names != (AUTO,):
             return options
         # A method that "auto" leaves out must not bind the others by its defaults.

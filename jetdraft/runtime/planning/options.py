@@ -11,6 +11,7 @@ from typing import Annotated, Any, TypedDict, Unpack
 from jetdraft.contracts.constants import CANDIDATES
 from jetdraft.errors import OptionError
 from jetdraft.options import Flag, check_ranges, range_between
+from jetdraft.runtime.measured.stats import Stats
 from jetdraft.runtime.planning.drafting import Drafting
 from jetdraft.runtime.planning.registry import AUTO, NONE, methods
 from jetdraft.runtime.proposers.method import MethodOptions
@@ -156,6 +157,13 @@ class Options:
             "selected KV rows": self.drafting.select_kv,
         }
         return ", ".join(reason for reason, holds in reasons.items() if holds)
+
+    def stats(self, prompt_tokens: int, **more: Any) -> Stats:
+        """New stats of a text with these options; `more` are further fields."""
+        drafting, sampling = self.drafting, self.sampling
+        seed = sampling.seed if sampling.temperature else None
+        given = drafting.method, drafting.exact, prompt_tokens, seed, self.lossy
+        return Stats(*given, **more)
 
     @classmethod
     def of(cls, **options: Unpack[GenerateOptions]) -> "Options":

@@ -95,12 +95,9 @@ class Learner(Observer):
         cut = max(0, len(tokens) - MAX_TOKENS)
         places = [p for p in sorted(self._notes) if cut < p < len(tokens)]
         if places:
-            lesson = Lesson(
-                np.array(tokens[cut:]),
-                np.array(places) - cut,
-                np.stack([self._notes[place][0] for place in places]),
-                np.stack([self._notes[place][1] for place in places]),
-            )
+            ids, logits = zip(*(self._notes[place] for place in places), strict=True)
+            own = np.array(tokens[cut:]), np.array(places) - cut
+            lesson = Lesson(*own, np.stack(ids), np.stack(logits))
             self._lessons.add(lesson, user)
         self._notes = {}
 
@@ -193,10 +190,8 @@ def _propose(assignment: Assignment, context: Tokens, size: int) -> Rows:
         rows = proposer.propose(context, assignment.budget, assignment.parents)
         given: object = rows.tokens[:1] if isinstance(rows, Rows) else rows
         if given != [root]:
-            problem = (
-                f"must give Rows whose row 0 is the root, token {root}, not {given}; "
-                "give context[-1] first, also without a guess"
-            )
+            problem = f"must give Rows whose row 0 is the root, token {root}, not "
+            problem += f"{given}; give context[-1] first, also without a guess"
         elif wrong := [t for t in rows.tokens if not 0 <= t < size]:
             outside = f"token {wrong[0]}, which is outside the vocabulary"
             problem = f"proposes {outside}; ids are 0 to {size - 1}"
@@ -348,16 +343,11 @@ class Planner:
             return FixedController(chosen[0], count or size)
         if len(drafting.names) == 1 and drafting.names != (AUTO,) and count is not None:
             return FixedController(chosen[0], count)
-        return AdaptiveController(
-            chosen,
-            self.parts.curve,
-            self.acceptance,
-            self.widths(drafting),
-            count or MAX_DRAFT_TOKENS,
-            self.parts.widths.ends_at_gap(drafting.exact),
-            self._trees_agree(drafting) and all(own.may_branch for own in options),
-            self._profits[drafting.names],
-        )
+        given = chosen, self.parts.curve, self.acceptance, self.widths(drafting)
+        ends_at_gap = self.parts.widths.ends_at_gap(drafting.exact)
+        branching = self._trees_agree(drafting) and all(o.may_branch for o in options)
+        rules = ends_at_gap, branching, self._profits[drafting.names]
+        return AdaptiveController(*given, count or MAX_DRAFT_TOKENS, *rules)
 
     def _trees_agree(self, drafting: Drafting) -> bool:
         """Whether passes that branch may be used: exact generations need equal bits."""

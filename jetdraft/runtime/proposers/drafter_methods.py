@@ -135,13 +135,9 @@ def guess_proposer(
     if options.branched:
         check_trees(loaded.target)
     branches = options.may_branch and contract.tree and not options.branched
-    traits = Traits(
-        name,
-        contract.max_width - 1 if options.branched or branches else count,
-        options.kind,
-        ms_per_token=loaded.curve.drafter / count,
-        branches=branches,
-    )
+    most = contract.max_width - 1 if options.branched or branches else count
+    ms = loaded.curve.drafter / count
+    traits = Traits(name, most, options.kind, ms, branches=branches)
     grow = SharedGuesses(options.shape) if options.branched else chain or Guesses()
     return ModelProposer(cache, traits, grow)
 

@@ -124,6 +124,7 @@ def check_choice(key: str, value: object, choices: Collection[str]) -> None:
 _field_types = cache(get_type_hints)
 
 OptionsT = TypeVar("OptionsT", bound=MethodOptions)
+OwnTarget = Callable[[LoadedBundle, OptionsT, Sequence[int]], Target | None]
 # A draft costs nothing, a drafter's pass per token, or rows of the target's pass.
 Cost = Literal["free", "drafter", "probes"]
 
@@ -170,9 +171,7 @@ class Method(Generic[OptionsT]):
     trees: bool = False
     reads_probes: bool = False
     cost: Cost | None = None
-    target: Callable[[LoadedBundle, OptionsT, Sequence[int]], Target | None] | None = (
-        None
-    )
+    target: OwnTarget[OptionsT] | None = None
     fills_target: bool = False
     samples: tuple[Mapping[str, object], ...] = ()
     alone: Mapping[str, object] | None = None
@@ -292,10 +291,9 @@ class TreeOptions(MethodOptions):
             or (bool(parents) and len(set(parents)) == len(parents))
         )
         if self.checker.single_child and not has_single_children:
-            yield (
-                f"verifier {self.verifier!r} takes one child per row; give tree=k-ary, "
-                "branching=1,1,1 and siblings=with-replacement, or verifier=recursive"
-            )
+            fix = "give tree=k-ary, branching=1,1,1 and siblings=with-replacement, or "
+            fix += "verifier=recursive"
+            yield f"verifier {self.verifier!r} takes one child per row; {fix}"
         size, most = self.draft_size, WIDEST - 1
         if size is not None and size > most:
             yield f"a tree of {size} rows is wider than a pass; draft at most {most}"

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -118,9 +118,8 @@ class AcceptanceHead:
         if not file.exists():
             fact = "the bundle has no acceptance head"
             raise StoreError(f"{fact}; make one with jetdraft train acceptance")
-        refusal = StoreError(
-            f"{file} is not an acceptance head; make one with jetdraft train acceptance"
-        )
+        fix = "make one with jetdraft train acceptance"
+        refusal = StoreError(f"{file} is not an acceptance head; {fix}")
         arrays = read_arrays(file, refusal)
         owner = str(arrays.pop("bundle", ""))
         shapes = {"block": (size, size), "out": (size,), "bias": (), "scale": ()}
@@ -136,12 +135,8 @@ class AcceptanceHead:
         return cls(**arrays)
 
 
-class Grow(Protocol):
-    """Makes a draft of a graph's answer after the root of a tree."""
-
-    def __call__(self, cache: DraftCache, answer: Answer, tree: Tree) -> Rows:
-        """The draft below the root of `tree`, which has no other row yet."""
-        ...
+# Makes a draft of a graph's answer after the root of a tree without other rows yet.
+Grow = Callable[[DraftCache, Answer, Tree], Rows]
 
 
 class ModelProposer(Proposer):
@@ -326,7 +321,5 @@ class ProbeProposer(Proposer):
 
 def distributions(answer: Answer, chooser: Chooser) -> list[Distribution]:
     """Copy the distribution of each row of an answer, before a pass overwrites it."""
-    return [
-        chooser.draft_distribution(answer.rows(slice(row, row + 1)))
-        for row in range(len(answer.candidates))
-    ]
+    rows = (slice(row, row + 1) for row in range(len(answer.candidates)))
+    return [chooser.draft_distribution(answer.rows(row)) for row in rows]

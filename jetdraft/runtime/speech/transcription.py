@@ -16,7 +16,6 @@ from jetdraft.options import declared
 from jetdraft.runtime.drafts.rows import Rows
 from jetdraft.runtime.generation import Generation
 from jetdraft.runtime.loaded import LoadedBundle
-from jetdraft.runtime.measured.stats import Stats
 from jetdraft.runtime.passes.answer import Answer
 from jetdraft.runtime.piece import Piece, Result
 from jetdraft.runtime.planning.options import Options
@@ -101,13 +100,7 @@ class Transcription(Iterator[Segment]):
         self._ends = parts.bundle.eos_token_ids
         self._samples, self._wanted, self._options = samples, wanted, options
         self._started = started
-        self.stats = Stats(
-            method=options.drafting.method,
-            exact=options.drafting.exact,
-            lossy=options.lossy,
-            seed=options.sampling.seed if options.sampling.temperature else None,
-            prompt_tokens=0,
-        )
+        self.stats = options.stats(0)
         self.language = wanted.language or ""
         self._pieces: list[Piece] = []
         self._window_pieces: list[Piece] = []
@@ -229,9 +222,8 @@ class Transcription(Iterator[Segment]):
         options: Options,
         rules: LogitsProcessor,
     ) -> Result:
-        generation = Generation(
-            self._parts, self._planner, prompt, options, True, sound, [rules]
-        )
+        given = self._parts, self._planner, prompt, options, True, sound, [rules]
+        generation = Generation(*given)
         self._stream, self._window_pieces = Stream(generation), generation.pieces
         if self._cancelled:
             self._stream.cancel()
@@ -241,10 +233,8 @@ class Transcription(Iterator[Segment]):
         """A window's segments with their text, in seconds of the whole sound."""
         offset, seconds = begin / SAMPLE_RATE, len(self._samples) / SAMPLE_RATE
         for first, last, tokens in window.spans:
-            start, end = (
-                round(min(offset + slot * SLOT_SECONDS, seconds), 2)
-                for slot in (first, last)
-            )
+            ends = (offset + slot * SLOT_SECONDS for slot in (first, last))
+            start, end = (round(min(place, seconds), 2) for place in ends)
             text = self._parts.text.stream([])
             said = text.push(tokens) + text.rest()
             yield Segment(start, end, said, tokens, offset, *scores)

@@ -4,6 +4,7 @@ import codecs
 import json
 import re
 from collections.abc import Iterable, Sequence
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -115,10 +116,8 @@ class TokenBytes:
         if byte and (before or int(byte[1], 16) >= 0x80):
             return bytes([int(byte[1], 16)])
         # Special tokens are hidden by the caller, and others must not be left out here.
-        old, new = (
-            self._tokenizer.decode(ids, skip_special_tokens=False)
-            for ids in (before, [*before, id])
-        )
+        decode = partial(self._tokenizer.decode, skip_special_tokens=False)
+        old, new = decode(before), decode([*before, id])
         return new[len(old) :].encode()
 
 

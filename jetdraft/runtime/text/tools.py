@@ -218,11 +218,8 @@ class Tools:
     def _lark(self, text: str) -> str:
         """A text in Lark's notation, its special tokens as tokens; "" for no text."""
         parts = re.split(r"(<[^<>\s]+>|\[[A-Z_]+\])", text)
-        return " ".join(
-            self.lark(part) if n % 2 else json.dumps(part)
-            for n, part in enumerate(parts)
-            if part
-        )
+        writers = json.dumps, self.lark
+        return " ".join(writers[n % 2](part) for n, part in enumerate(parts) if part)
 
     def check(self, vocabulary: Vocabulary) -> None:
         """Compile each schema; raises `OptionError` that names a refused function."""

@@ -390,6 +390,5 @@ class ReachThreshold(Shape):
 
 
 # The shapes that an option's value is enough for, by name.
-SHAPES: dict[str, type[Best | Heap | ReachThreshold | Rerank | Comb | Merged]] = {
-    shape.name: shape for shape in (Best, Heap, ReachThreshold, Rerank, Comb, Merged)
-}
+_ALL = (Best, Heap, ReachThreshold, Rerank, Comb, Merged)
+SHAPES = {shape.name: shape for shape in _ALL}
