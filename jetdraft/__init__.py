@@ -14,23 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jetdraft.bundle import Bundle as Bundle
-    from jetdraft.errors import BundleError as BundleError
-    from jetdraft.errors import CheckError as CheckError
-    from jetdraft.errors import CheckpointError as CheckpointError
-    from jetdraft.errors import ConstraintError as ConstraintError
-    from jetdraft.errors import ContractError as ContractError
-    from jetdraft.errors import DataError as DataError
-    from jetdraft.errors import DeviceError as DeviceError
-    from jetdraft.errors import DraftingError as DraftingError
-    from jetdraft.errors import JetdraftError as JetdraftError
-    from jetdraft.errors import LengthError as LengthError
-    from jetdraft.errors import OptionError as OptionError
-    from jetdraft.errors import OutputError as OutputError
-    from jetdraft.errors import PairError as PairError
-    from jetdraft.errors import ProviderError as ProviderError
-    from jetdraft.errors import StoreError as StoreError
-    from jetdraft.errors import TrainingError as TrainingError
-    from jetdraft.errors import UnsupportedModelError as UnsupportedModelError
+    from jetdraft.errors import *  # noqa: F403
     from jetdraft.export.request import export as export
     from jetdraft.runtime.conversation import Conversation as Conversation
     from jetdraft.runtime.measured.stats import Stats as Stats

@@ -329,9 +329,8 @@ class Bundle:
                 entry.check()
             bundle._check_fields()
         except ValueError as error:
-            raise BundleError(
-                f"{folder / MANIFEST} is malformed ({error}); export the bundle again"
-            ) from error
+            fact = f"{folder / MANIFEST} is malformed ({error})"
+            raise BundleError(f"{fact}; export the bundle again") from error
         return bundle
 
     def _check_fields(self) -> None:
@@ -387,30 +386,25 @@ def check_pair(
 ) -> None:
     """Raise `PairError` unless the graph `name` can draft for the target."""
     if target.vocab_size < drafter.vocab_size:
-        raise PairError(
-            f"the {name} chooses among {drafter.vocab_size} tokens, the target has "
-            f"{target.vocab_size}; export both together"
-        )
+        fact = f"the {name} chooses among {drafter.vocab_size} tokens, the target has "
+        fact += f"{target.vocab_size}; export both together"
+        raise PairError(fact)
     if target.capacity != drafter.capacity:
-        raise PairError(
-            f"the {name}'s capacity is {drafter.capacity}, the target's "
-            f"{target.capacity}; export both together"
-        )
+        fact = f"the {name}'s capacity is {drafter.capacity}, the target's "
+        fact += f"{target.capacity}; export both together"
+        raise PairError(fact)
     if target.source_slots != drafter.source_slots and not drafter.feature_input:
-        raise PairError(
-            f"the {name} reads sources of {drafter.source_slots} tokens, the target "
-            f"sources of {target.source_slots}; give a drafter of the same kind"
-        )
+        fact = f"the {name} reads sources of {drafter.source_slots} tokens, the target "
+        fact += f"sources of {target.source_slots}; give a drafter of the same kind"
+        raise PairError(fact)
     if target.source_bins != drafter.source_bins and not drafter.feature_input:
-        raise PairError(
-            f"the {name} hears {drafter.source_bins} mel bins, the target "
-            f"{target.source_bins}; give a drafter of the same kind"
-        )
+        fact = f"the {name} hears {drafter.source_bins} mel bins, the target "
+        fact += f"{target.source_bins}; give a drafter of the same kind"
+        raise PairError(fact)
     if drafter.feature_input not in (0, target.feature_size):
-        raise PairError(
-            f"the {name} reads features of width {drafter.feature_input}, the target "
-            f"gives width {target.feature_size}; export both together"
-        )
+        fact = f"the {name} reads features of width {drafter.feature_input}, the "
+        fact += f"target gives width {target.feature_size}; export both together"
+        raise PairError(fact)
     for layer, *shape in drafter.reads:
         kept = target.kv_shapes[layer : layer + 1]
         if target.kv_bits or kept != (tuple(shape),):
@@ -442,13 +436,9 @@ def read_streams(file: Path, bundle: Bundle) -> dict[str, npt.NDArray[Any]]:
             for arrays in (own_weights, weights)
         )
         if old != new:
-            raise BundleError(
-                f"{name} in {file} has another shape or type than in the bundle; train "
-                "with the same gamma, layers and ranks"
-            )
+            fact = f"{name} in {file} has another shape or type than in the bundle"
+            raise BundleError(f"{fact}; train with the same gamma, layers and ranks")
         if not np.abs(weights[name]).max(initial=0) <= MAX_WEIGHT:  # refuses NaN too
-            raise BundleError(
-                f"{name} in {file} has numbers beyond {MAX_WEIGHT:g}, or NaN; train "
-                "the streams again"
-            )
+            fact = f"{name} in {file} has numbers beyond {MAX_WEIGHT:g}, or NaN"
+            raise BundleError(f"{fact}; train the streams again")
     return weights

@@ -33,23 +33,23 @@ class JetdraftError(Exception):
 class OptionError(JetdraftError):
     """An option cannot be used; `field` names it, for example "method" or "prompt"."""
 
+    field = ""
+
     def __init__(self, message: str, field: str = "") -> None:
         super().__init__(message)
-        self.field = field
+        self.field = field or self.field
 
 
 class DraftingError(OptionError):
     """An option of drafting cannot be used."""
 
-    def __init__(self, message: str) -> None:
-        super().__init__(message, "drafting")
+    field = "drafting"
 
 
 class LengthError(OptionError):
     """A prompt is longer than the buffers of the bundle."""
 
-    def __init__(self, message: str) -> None:
-        super().__init__(message, "prompt")
+    field = "prompt"
 
 
 class ConstraintError(OptionError):
@@ -110,9 +110,8 @@ def importing(doing: str, extra: str) -> Iterator[None]:
     try:
         yield
     except ImportError as error:
-        raise JetdraftError(
-            f"{doing} needs {error.name}; pip install 'jetdraft[cpu,{extra}]'"
-        ) from error
+        fact = f"{doing} needs {error.name}; pip install 'jetdraft[cpu,{extra}]'"
+        raise JetdraftError(fact) from error
 
 
 def reason_of(error: Exception) -> str:
@@ -130,10 +129,7 @@ def printable(text: object, most: int = 200) -> str:
     printable("a\x1b[2Jb\n")    # 'a\\x1b[2Jb\\n'
     """
     # No character becomes shorter, so what lies further behind is not shown anyway.
-    line = "".join(
-        character
-        if character.isprintable()
-        else character.encode("unicode_escape").decode("ascii")
-        for character in str(text)[: most + 1]
-    )
+    shown = str(text)[: most + 1]
+    escaped = ((c, c.encode("unicode_escape").decode("ascii")) for c in shown)
+    line = "".join(c if c.isprintable() else code for c, code in escaped)
     return line if len(line) <= most else line[: most - 1] + "…"

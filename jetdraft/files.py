@@ -45,10 +45,9 @@ def check_writable(path: Path) -> None:
             file.write(bytes(TRIAL_FILE_BYTES))
             file.flush()
     except OSError as error:
-        raise OutputError(
-            f"cannot write {path} ({error.strerror}); choose another place, or free "
-            "some space"
-        ) from error
+        fact = f"cannot write {path} ({error.strerror})"
+        fix = "choose another place, or free some space"
+        raise OutputError(f"{fact}; {fix}") from error
 
 
 @contextmanager
@@ -76,9 +75,8 @@ def _open_replacement(file: Path) -> Iterator[BinaryIO]:
         with replacing(file) as partial, partial.open("wb") as handle:
             yield handle
     except OSError as error:
-        raise OutputError(
-            f"cannot write {file} ({error.strerror}); choose another file"
-        ) from error
+        fact = f"cannot write {file} ({error.strerror}); choose another file"
+        raise OutputError(fact) from error
 
 
 def write_text(file: Path, text: str) -> None:
@@ -103,9 +101,8 @@ def locked(path: Path, wait: bool = False, create: bool = False) -> Iterator[boo
     try:
         import fcntl
     except ImportError as error:
-        raise OutputError(
-            f"cannot lock {path}: this system has no file locks; use jetdraft on Linux"
-        ) from error
+        fact = f"cannot lock {path}: this system has no file locks"
+        raise OutputError(f"{fact}; use jetdraft on Linux") from error
     handle = os.open(path, os.O_CREAT | os.O_RDWR if create else os.O_RDONLY, 0o666)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
@@ -118,9 +115,10 @@ def locked(path: Path, wait: bool = False, create: bool = False) -> Iterator[boo
         os.close(handle)
 
 
-def read_arrays(
-    file: Path, refusal: JetdraftError, *names: str
-) -> dict[str, npt.NDArray[Any]]:
+Arrays = dict[str, npt.NDArray[Any]]
+
+
+def read_arrays(file: Path, refusal: JetdraftError, *names: str) -> Arrays:
     """Read arrays of an uncompressed npz, all or `names`; raises `refusal`."""
     try:
         # numpy leaves files open that it cannot read, unless it was given a handle.
@@ -150,9 +148,8 @@ def read_bytes(file: Path) -> bytes:
     except FileNotFoundError as error:
         raise DataError(f"no data file {file}; give an existing file") from error
     except OSError as error:
-        raise DataError(
-            f"cannot read {file} ({error.strerror}); give a text file"
-        ) from error
+        fact = f"cannot read {file} ({error.strerror}); give a text file"
+        raise DataError(fact) from error
     if len(data) > MAX_BYTES and not file.is_file():
         raise DataError(f"{file} does not end; give a file")
     return data

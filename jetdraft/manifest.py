@@ -37,29 +37,23 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         manifest = dict(read_json_file(folder / MANIFEST))
         version = manifest[VERSION]
     except FileNotFoundError as error:
-        raise BundleError(
-            f"{folder} has no {MANIFEST}; make a bundle with jetdraft export"
-        ) from error
+        fact = f"{folder} has no {MANIFEST}; make a bundle with jetdraft export"
+        raise BundleError(fact) from error
     except OSError as error:
-        raise BundleError(
-            f"cannot read {folder / MANIFEST} ({error.strerror}); check its permissions"
-        ) from error
+        fact = f"cannot read {folder / MANIFEST} ({error.strerror})"
+        raise BundleError(f"{fact}; check its permissions") from error
     except (ValueError, KeyError, TypeError) as error:
-        raise BundleError(
-            f"{folder / MANIFEST} is damaged; export or copy the bundle again"
-        ) from error
+        fact = f"{folder / MANIFEST} is damaged; export or copy the bundle again"
+        raise BundleError(fact) from error
     if version != SCHEMA_VERSION:
         is_newer = isinstance(version, int) and version > SCHEMA_VERSION
         advice = "update jetdraft" if is_newer else "export the bundle again"
-        raise BundleError(
-            f"{folder} has bundle schema {printable(version, 20)}, this jetdraft reads "
-            f"{SCHEMA_VERSION}; {advice}"
-        )
+        fact = f"{folder} has bundle schema {printable(version, 20)}, this jetdraft "
+        fact += f"reads {SCHEMA_VERSION}; {advice}"
+        raise BundleError(fact)
     if manifest.get(SEAL) != seal_hash(manifest):
-        raise BundleError(
-            f"{folder / MANIFEST} was altered (its sha256 differs); export or copy the "
-            "bundle again"
-        )
+        fact = f"{folder / MANIFEST} was altered (its sha256 differs)"
+        raise BundleError(f"{fact}; export or copy the bundle again")
     return manifest
 
 
@@ -77,17 +71,13 @@ def check_files(folder: Path, files: dict[str, Any], rehash: bool = False) -> No
             raise BundleError(f"{file} is missing; export or copy the bundle again")
         status = file.stat()
         if status.st_size != expected["bytes"]:
-            raise BundleError(
-                f"{file} has {status.st_size} bytes instead of {expected['bytes']}; "
-                "export or copy the bundle again"
-            )
+            fact = f"{file} has {status.st_size} bytes instead of {expected['bytes']}"
+            raise BundleError(f"{fact}; export or copy the bundle again")
         times = [status.st_mtime_ns, status.st_ctime_ns]
         now[name] = [expected["sha256"], status.st_size, status.st_ino, *times]
         if before.get(name) != now[name] and sha256_of(file) != expected["sha256"]:
-            raise BundleError(
-                f"{file} was altered (its sha256 differs); export or copy the bundle "
-                "again"
-            )
+            fact = f"{file} was altered (its sha256 differs)"
+            raise BundleError(f"{fact}; export or copy the bundle again")
     if now != before:
         # Without a writable folder the files are hashed at each load.
         with suppress(OSError):

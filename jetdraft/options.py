@@ -14,7 +14,6 @@ import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
-from math import inf
 from numbers import Integral, Real
 from pathlib import Path
 from types import NoneType, UnionType
@@ -135,9 +134,8 @@ def takes(record: Callable[P, R]) -> Callable[[Callable[[R], T]], Callable[P, T]
             **{name: hints.get(name, Any) for name in signature.parameters},
             "return": returned,
         }
-        rows = "\n".join(
-            f"- `{o.name}`: {o.help}" for o in declared_options(cast(type, record))
-        )
+        own = declared_options(cast(type, record))
+        rows = "\n".join(f"- `{option.name}`: {option.help}" for option in own)
         call.__doc__ = f"{inspect.getdoc(function)}\n\n{rows}"
         return call
 
@@ -164,9 +162,8 @@ def check_flags(options: object, *fields: str) -> None:
     for field in fields:
         value = getattr(options, field)
         if not isinstance(value, bool):
-            raise OptionError(
-                f"{field} {value!r} is not true or false; give True or False", field
-            )
+            fact = f"{field} {value!r} is not true or false; give True or False"
+            raise OptionError(fact, field)
 
 
 def check_ranges(options: object, ranges: Mapping[str, Range]) -> None:
@@ -181,24 +178,8 @@ def check_ranges(options: object, ranges: Mapping[str, Range]) -> None:
             raise OptionError(f"{field} {value!r} is not {words}; give {words}", field)
         if not allowed.contains(value):
             name = field.replace("_", " ")
-            raise OptionError(
-                f"{name} {value} is out of range; give {allowed.words}", field
-            )
-
-
-def check_bounds(options: object) -> None:
-    """Raise `OptionError` for the first number in `options` beyond its `Flag`."""
-
-    def allowed(option: Option) -> Range:
-        flag, integer = option.flag, option.kind is int
-        most, above = inf if flag.most is None else flag.most, flag.above
-        if above is not None:
-            return Range(lambda x: above < x <= most, f"more than {above:g}", integer)
-        least = -inf if flag.least is None else flag.least
-        return Range(lambda x: least <= x <= most, f"{least:g} or more", integer)
-
-    bounded = [o for o in declared_options(type(options)) if o.kind in (int, float)]
-    check_ranges(options, {option.name: allowed(option) for option in bounded})
+            fact = f"{name} {value} is out of range; give {allowed.words}"
+            raise OptionError(fact, field)
 
 
 def setting(

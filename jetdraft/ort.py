@@ -13,24 +13,19 @@ class _MissingPackage:
     """Stands for onnxruntime where it is not installed; all attributes raise."""
 
     def __getattr__(self, name: str) -> Any:
-        raise ProviderError(
-            "onnxruntime is not installed; pip install 'jetdraft[cpu]', or "
-            "'jetdraft[gpu]' on a machine with CUDA"
-        )
+        fact = "onnxruntime is not installed"
+        fix = "pip install 'jetdraft[cpu]', or 'jetdraft[gpu]' on a machine with CUDA"
+        raise ProviderError(f"{fact}; {fix}")
 
 
-def _import_onnxruntime() -> Any:
-    """Import onnxruntime without telemetry; a `_MissingPackage` if not installed."""
-    # From 1.29 on its wheels tell Microsoft of each session, unless the variable is 0.
-    os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
-    try:
-        import onnxruntime
-    except ImportError:
-        return _MissingPackage()
-    return onnxruntime
+# From 1.29 on its wheels tell Microsoft of each session, unless the variable is 0.
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
+try:
+    import onnxruntime
 
-
-ort = _import_onnxruntime()
+    ort: Any = onnxruntime
+except ImportError:
+    ort = _MissingPackage()
 
 
 def import_onnx() -> Any:
@@ -38,10 +33,9 @@ def import_onnx() -> Any:
     try:
         import onnx
     except ImportError as error:
-        raise ProviderError(
-            "to read a graph needs onnx; pip install 'jetdraft[gpu]', or "
-            "'jetdraft[webgpu]'"
-        ) from error
+        fact = "to read a graph needs onnx"
+        fix = "pip install 'jetdraft[gpu]', or 'jetdraft[webgpu]'"
+        raise ProviderError(f"{fact}; {fix}") from error
     return onnx
 
 

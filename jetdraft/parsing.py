@@ -5,9 +5,9 @@ import json
 import math
 import re
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import MISSING, dataclass, is_dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, get_args, get_origin, get_type_hints, is_typeddict
@@ -49,20 +49,25 @@ def read_json(
     """
     if len(data) > most_bytes:
         raise JsonError(f"more than {most_bytes} bytes")
-    text = _decode_utf8(data, most_bytes)
+    try:
+        text = data if isinstance(data, str) else data.decode("utf-8")
+        size = len(text.encode("utf-8"))
+    except UnicodeError as error:
+        raise JsonError("no valid UTF-8") from error
+    if size > most_bytes:
+        raise JsonError(f"more than {most_bytes} bytes")
     _check_depth(text, most_depth)
     try:
         value = json.loads(
             text,
-            parse_int=_parse_exact_integer if exact else _parse_integer,
+            parse_int=partial(_parse_integer, exact=exact),
             parse_float=_parse_float,
             parse_constant=_refuse_constant,
             object_pairs_hook=_unique_fields,
         )
     except json.JSONDecodeError as error:
-        raise JsonError(
-            f"no valid JSON: {error.msg} in line {error.lineno}, column {error.colno}"
-        ) from error
+        place = f"line {error.lineno}, column {error.colno}"
+        raise JsonError(f"no valid JSON: {error.msg} in {place}") from error
     except RecursionError as error:
         raise JsonError("nested too deeply") from error
     if _SURROGATE.search(text):
@@ -82,18 +87,6 @@ def read_json_file(file: Path, most_bytes: int = 1_000_000, exact: bool = False)
     return read_json(data, most_bytes=most_bytes, exact=exact)
 
 
-def _decode_utf8(data: bytes | bytearray | str, most_bytes: int) -> str:
-    """Return a JSON text as str; raises `JsonError` if too long or not UTF-8."""
-    try:
-        if not isinstance(data, str):
-            return data.decode("utf-8")
-        if len(data.encode("utf-8")) > most_bytes:
-            raise JsonError(f"more than {most_bytes} bytes")
-    except UnicodeError as error:
-        raise JsonError("no valid UTF-8") from error
-    return data
-
-
 def _check_depth(text: str, most_depth: int) -> None:
     """Raise `JsonError` for arrays and objects nested deeper than `most_depth`."""
     if text.count("[") + text.count("{") <= most_depth:
@@ -108,17 +101,14 @@ def _check_depth(text: str, most_depth: int) -> None:
             raise JsonError(f"nested deeper than {most_depth} levels")
 
 
-def _parse_integer(digits: str) -> int:
-    """Parse an integer; raises `JsonError` unless it fits in 64 bits."""
+def _parse_integer(digits: str, exact: bool) -> int:
+    """Parse an integer; raises `JsonError` unless it is `exact` or fits in 64 bits."""
     # Python refuses thousands of digits with an error of its own.
-    if len(digits) <= _MAX_DIGITS and _MIN_INTEGER <= int(digits) <= _MAX_INTEGER:
-        return int(digits)
-    raise JsonError(f"an integer does not fit in 64 bits: {printable(digits, 40)}")
-
-
-def _parse_exact_integer(digits: str) -> int:
-    if len(digits) > _MAX_EXACT_DIGITS:
+    if len(digits) > _MAX_EXACT_DIGITS and exact:
         raise JsonError(f"an integer has {len(digits)} digits")
+    fits = len(digits) <= _MAX_DIGITS and _MIN_INTEGER <= int(digits) <= _MAX_INTEGER
+    if not (fits or exact):
+        raise JsonError(f"an integer does not fit in 64 bits: {printable(digits, 40)}")
     return int(digits)
 
 
@@ -205,10 +195,11 @@ def read_fields(kind: Any, value: Any, where: str = "", without: str = "") -> An
     for name in fields:
         if name not in hints:
             raise RecordError(f"{_path_of_field(where, name)} is unknown")
-    return {
-        name: read_record(hints[name], field, _path_of_field(where, name))
-        for name, field in fields.items()
-    }
+    places = {name: _path_of_field(where, name) for name in fields}
+    return {n: read_record(hints[n], fields[n], place) for n, place in places.items()}
+
+
+_field_hints = cache(partial(get_type_hints, include_extras=True))
 
 
 @cache
@@ -219,11 +210,6 @@ def _required_fields(kind: Any) -> frozenset[str]:
     fields = dataclasses.fields(kind)
     required = [f for f in fields if f.default is f.default_factory is MISSING]
     return frozenset(field.name for field in required)
-
-
-@cache
-def _field_hints(kind: Any) -> Mapping[str, Any]:
-    return get_type_hints(kind, include_extras=True)
 
 
 def _read_list(hint: Any, value: Any, where: str) -> Any:
@@ -244,17 +230,13 @@ def _read_dict(hint: Any, value: Any, where: str) -> dict[Any, Any]:
     entries: dict[Any, Any] = {}
     for key, entry in _check_object(value, where).items():
         place = _path_of_field(where, key)
-        name = read_record(key_kind, _read_key(key_kind, key, place), place)
-        entries[name] = read_record(kind, entry, place)
+        name: Any = key
+        if key_kind is not str and get_args(key_kind)[:1] != (str,):
+            if not (key.isascii() and key.isdigit() and len(key) < 10):
+                raise _record_error(place, "a number", key)
+            name = int(key)
+        entries[read_record(key_kind, name, place)] = read_record(kind, entry, place)
     return entries
-
-
-def _read_key(kind: Any, key: str, where: str) -> str | int:
-    if kind is str or get_args(kind)[:1] == (str,):
-        return key
-    if key.isascii() and key.isdigit() and len(key) < 10:
-        return int(key)
-    raise _record_error(where, "a number", key)
 
 
 def _check_object(value: Any, where: str) -> dict[str, Any]:

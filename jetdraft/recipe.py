@@ -94,27 +94,21 @@ class Recipe:
             ("quantization of the KV cache", self.kv or KV_SCHEMES[0], KV_SCHEMES),
         ):
             if value not in choices:
-                raise OptionError(
-                    f"unknown {name} {value!r}; choose {', '.join(choices)}"
-                )
+                fact = f"unknown {name} {value!r}; choose {', '.join(choices)}"
+                raise OptionError(fact)
         if self.block_size not in BLOCK_SIZES:
             sizes = ", ".join(map(str, BLOCK_SIZES))
             raise OptionError(f"unknown block size {self.block_size}; choose {sizes}")
         if self.scheme == "none" and self.head is not None:
-            raise OptionError(
-                "a recipe with the scheme none cannot quantize the head; leave head "
-                f"out, or choose {', '.join(BITS)}"
-            )
+            fact = "a recipe with the scheme none cannot quantize the head"
+            raise OptionError(f"{fact}; leave head out, or choose {', '.join(BITS)}")
         if self.scheme in GRIDS and self.algorithm != "rtn":
-            raise OptionError(
-                f"{self.scheme} rounds in its own way, not by {self.algorithm}; leave "
-                f"{self.algorithm} out, or choose int8"
-            )
+            fact = f"{self.scheme} rounds in its own way, not by {self.algorithm}"
+            raise OptionError(f"{fact}; leave {self.algorithm} out, or choose int8")
         if self.raised and self.scheme not in RAISED:
-            raise OptionError(
-                f"layers of {self.scheme} cannot get more bits; leave up and limits "
-                f"out, or choose {' or '.join(RAISED)}"
-            )
+            fact = f"layers of {self.scheme} cannot get more bits"
+            fix = f"leave up and limits out, or choose {' or '.join(RAISED)}"
+            raise OptionError(f"{fact}; {fix}")
 
     @classmethod
     def parse(cls, text: str, block_size: int = DEFAULT_BLOCK_SIZE) -> Recipe:
@@ -188,25 +182,19 @@ class Recipe:
     def check_standard(self) -> None:
         """Raise `OptionError` unless ai.onnx has the operators for this recipe."""
         if self.kv is not None:
-            raise OptionError(
-                f"{self.name} has integer KV buffers, which only GroupQueryAttention "
-                "reads; choose the contrib flavour"
-            )
+            fact = f"{self.name} has integer KV buffers, which only "
+            fact += "GroupQueryAttention reads; choose the contrib flavour"
+            raise OptionError(fact)
         if "int2" in (self.scheme, self.head):
-            raise OptionError(
-                f"{self.name} has integers of two bits, which DequantizeLinear cannot "
-                "read; choose int4 or int8 for the standard flavour"
-            )
+            fact = f"{self.name} has integers of two bits, which DequantizeLinear "
+            fact += "cannot read; choose int4 or int8 for the standard flavour"
+            raise OptionError(fact)
         if self.has_grids:
-            raise OptionError(
-                f"{self.name} needs MatMulPacked, which ai.onnx does not have; choose "
-                "int8, or the contrib flavour"
-            )
+            fact = f"{self.name} needs MatMulPacked, which ai.onnx does not have"
+            raise OptionError(f"{fact}; choose int8, or the contrib flavour")
         if self.bits is not None and self.algorithm not in SYMMETRIC:
-            raise OptionError(
-                f"{self.name} has zeros, which the standard flavour cannot read; "
-                f"choose {' or '.join(SYMMETRIC)}"
-            )
+            fact = f"{self.name} has zeros, which the standard flavour cannot read"
+            raise OptionError(f"{fact}; choose {' or '.join(SYMMETRIC)}")
 
     def of_unit(self, unit: Unit) -> Recipe:
         """Return the recipe for the matrices of a unit: a layer, the head or ""."""
@@ -241,10 +229,8 @@ class Recipe:
         try:
             return cls(**{**own, "raised": tuple(fields.get("raised", ()))})
         except OptionError as error:
-            raise BundleError(
-                f"the recipe in bundle.json cannot be read ({error}); export the "
-                "bundle again"
-            ) from error
+            fact = f"the recipe in bundle.json cannot be read ({error})"
+            raise BundleError(f"{fact}; export the bundle again") from error
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self) | {"raised": list(self.raised)}

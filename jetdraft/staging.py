@@ -17,9 +17,8 @@ def check_output(output: Path) -> None:
     """Raise `OutputError` unless nothing, or an earlier bundle, is at `output`."""
     check_writable(output)
     if output.exists() and not (output / MANIFEST).is_file():
-        raise OutputError(
-            f"{output} exists and is not a bundle; choose another output folder"
-        )
+        fact = f"{output} exists and is not a bundle; choose another output folder"
+        raise OutputError(fact)
 
 
 @contextmanager
@@ -38,9 +37,8 @@ def writing(output: str | Path) -> Iterator[Path]:
         _clean_up(final)
         staging = Path(mkdtemp(prefix=f".{final.name}.partial-", dir=final.parent))
     except OSError as error:
-        raise OutputError(
-            f"cannot write beside {final} ({error.strerror}); choose another folder"
-        ) from error
+        fact = f"cannot write beside {final} ({error.strerror}); choose another folder"
+        raise OutputError(fact) from error
     try:
         with locked(staging):
             mask = os.umask(0)  # which can only be read by setting it

@@ -35,7 +35,14 @@ def toy_bundle(folder: str | Path | None = None) -> Path:
         model.generate("The robot sees", num_draft_tokens=4).text
     """
     path = _temporary_path() if folder is None else Path(folder)
-    _remove_empty_folder(path)
+    try:
+        check_name(path)
+        path.rmdir()  # refuses a folder that is not empty
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        fact = f"cannot unpack a toy bundle to {printable(path)} ({error.strerror})"
+        raise OutputError(f"{fact}; choose a new or an empty folder") from error
     with writing(path) as staging, ZipFile(TOY_ZIP) as packed:
         packed.extractall(staging)
     return path
@@ -52,17 +59,3 @@ def _temporary_path() -> Path:
 
     atexit.register(remove)
     return Path(folder) / "bundle"
-
-
-def _remove_empty_folder(path: Path) -> None:
-    """Remove an empty folder at `path`; raise `OutputError` for anything else."""
-    try:
-        check_name(path)
-        path.rmdir()  # refuses a folder that is not empty
-    except FileNotFoundError:
-        pass
-    except OSError as error:
-        raise OutputError(
-            f"cannot unpack a toy bundle to {printable(path)} ({error.strerror}); "
-            "choose a new or an empty folder"
-        ) from error

@@ -214,17 +214,15 @@ def show(drafters: list[Drafter]) -> None:
     only=("device", "drafter", "quantization", "context", "acceptance", "power_mode"),
 )
 @option(
-    "drafting",
-    "--draft-vocab",
+    "drafting --draft-vocab",
+    "Tokens that the drafter can draft; default: all.",
     type=click.IntRange(1),
-    help="Tokens that the drafter can draft; default: all.",
 )
 @option(
-    "drafting",
-    "--coverage",
+    "drafting --coverage",
+    "The share of a text's tokens among them, which tools/texts.py counts.",
     type=click.FloatRange(0.0, 1.0),
     default=1.0,
-    help="The share of a text's tokens among them, which tools/texts.py counts.",
 )
 @json_option
 def main(

@@ -180,11 +180,10 @@ def _script(piece: str) -> str:
 @click.argument("source", type=PATH)
 @click.argument("texts", type=PATH, nargs=-1, required=True)
 @option(
-    "drafting",
-    "--draft-vocab",
-    type=click.IntRange(1),
-    help="How much this many tokens, the most frequent in the first halves of the "
+    "drafting --draft-vocab",
+    "How much this many tokens, the most frequent in the first halves of the "
     "texts, cover of the second halves.",
+    type=click.IntRange(1),
 )
 @json_option
 def main(

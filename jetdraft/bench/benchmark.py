@@ -17,7 +17,6 @@ from jetdraft.ort import ort
 from jetdraft.runtime.measured.stats import Stats
 from jetdraft.runtime.measured.survey import decoding_widths, pass_times
 from jetdraft.runtime.model import Model
-from jetdraft.runtime.passes.graph import Graph
 from jetdraft.runtime.piece import Result
 from jetdraft.runtime.planning.registry import AUTO, NONE
 
@@ -65,10 +64,8 @@ def make_contenders(
     choices = (AUTO, *model.methods)
     for method in methods:
         if method not in choices:
-            raise OptionError(
-                f"the bundle has no method {method!r}; choose {', '.join(choices)}",
-                "method",
-            )
+            fact = f"the bundle has no method {method!r}; choose {', '.join(choices)}"
+            raise OptionError(fact, "method")
     rows = [Contender(NONE, None, exact=False), Contender(NONE, None, exact=True)]
     for method in methods:
         if method == AUTO:
@@ -118,14 +115,9 @@ def _generate(
     model: Model, contender: Contender, prompt: Int64s, options: dict[str, Any]
 ) -> Result:
     model.forget()  # the contender before has decoded the same text
-    return model.generate(
-        token_ids=prompt,
-        method=contender.method,
-        num_draft_tokens=contender.num_draft_tokens,
-        exact=contender.exact,
-        ignore_eos=True,
-        **options,
-    )
+    names = ("method", "num_draft_tokens", "exact")
+    own: dict[str, Any] = {name: getattr(contender, name) for name in names}
+    return model.generate(token_ids=prompt, ignore_eos=True, **own, **options)
 
 
 def make_report(model: Model, rows: Sequence[Contender]) -> dict[str, Any]:
@@ -133,7 +125,11 @@ def make_report(model: Model, rows: Sequence[Contender]) -> dict[str, Any]:
     plain = next(row for row in rows if row.method == NONE and not row.exact)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     graphs = {"target": model.parts.target, "drafter": model.parts.drafter}
-    pass_ms = {name: _pass_ms(graph) for name, graph in graphs.items()}
+    pass_ms: dict[str, dict[int, float]] = {name: {} for name in graphs}
+    for name, graph in graphs.items():
+        if graph is not None:
+            widths = [w for w in decoding_widths(graph) if w in CURVE_WIDTHS]
+            pass_ms[name] = pass_times(graph, widths)
     model.forget()  # the passes overwrote the buffers
     return {
         "machine": {
@@ -154,13 +150,6 @@ def make_report(model: Model, rows: Sequence[Contender]) -> dict[str, Any]:
         "pass_ms": pass_ms,
         "peak_memory_bytes": peak,
     }
-
-
-def _pass_ms(graph: Graph | None) -> dict[int, float]:
-    if graph is None:
-        return {}
-    widths = [width for width in decoding_widths(graph) if width in CURVE_WIDTHS]
-    return pass_times(graph, widths)
 
 
 def _report_row(row: Contender, plain: Contender, readable: bool) -> dict[str, Any]:

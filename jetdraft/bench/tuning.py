@@ -10,7 +10,7 @@ import numpy as np
 
 from jetdraft.devices.providers import PROVIDERS
 from jetdraft.ort import ort
-from jetdraft.runtime.drafts.rows import Rows
+from jetdraft.runtime.drafts.rows import Rows, Tokens
 from jetdraft.runtime.measured.cost_model import Curve
 from jetdraft.runtime.model import Model
 from jetdraft.runtime.passes.buffers import Cache
@@ -74,7 +74,13 @@ def _time_curve(target: Graph, proposers: Mapping[str, Proposer], tick: Tick) ->
                 ms = _ms(run_tree, target)
                 trees[width] = min(ms, trees.get(width, ms))
         tick()
-    compaction = _compaction_ms(cache) if contract.tree else 0.0
+
+    def move() -> None:
+        cache.compact([0, 2])
+        cache.rewind(start)
+
+    moves = TURNS if contract.tree else 0
+    compaction = min((_ms(move, cache) for _ in range(moves)), default=0.0)
     drafts = {}
     for name, proposer in proposers.items():
         drafts[name] = _draft_ms(proposer, context, target)
@@ -93,14 +99,10 @@ def _best_drafter_threads(model: Model) -> int:
     model.forget()
     parts.target.cache.rewind(0)
     other = parts.threads if own == 1 else 1
-    openers = [
-        Opener(bundle, PROVIDERS["cpu"], threads)
-        for threads in threads_of_pair(parts.threads, other)
-    ]
-    target, drafter = (
-        opener.graph(graph)
-        for opener, graph in zip(openers, (bundle.target, entry), strict=True)
-    )
+    threads = threads_of_pair(parts.threads, other)
+    openers = (Opener(bundle, PROVIDERS["cpu"], own_threads) for own_threads in threads)
+    pairs_to_open = zip(openers, (bundle.target, entry), strict=True)
+    target, drafter = (opener.graph(graph) for opener, graph in pairs_to_open)
     pairs = {own: (parts.target, parts.drafter), other: (target, drafter)}
     seconds: dict[int, float] = {}
     for _ in range(TURNS):
@@ -126,22 +128,9 @@ def _ms(run: Callable[[], Any], timed: Graph | Cache) -> float:
     return 1e3 * (timed.seconds - seconds_before)
 
 
-def _compaction_ms(cache: Cache) -> float:
-    """Time compactions: the shortest, in ms. The cache keeps its length."""
-    length = cache.length
-
-    def move() -> None:
-        cache.compact([0, 2])
-        cache.rewind(length)
-
-    return min(_ms(move, cache) for _ in range(TURNS))
-
-
-def _run_target(
-    target: Graph, context: Sequence[int], proposer: Proposer | None = None
-) -> None:
+def _run_target(target: Graph, text: Tokens, proposer: Proposer | None = None) -> None:
     target.cache.rewind(0)
-    while rest := context[target.cache.length :]:
+    while rest := text[target.cache.length :]:
         part = list(rest[: target.contract.max_width])
         answer = target.run(part, last_only=True)
         target.cache.advance(len(part))

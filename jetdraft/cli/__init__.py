@@ -72,15 +72,12 @@ class OneLineErrors(click.Command):
                 _fail("the disk is full; free some space")
             if error.errno not in FILE_ERRORS or error.filename is None:
                 raise
-            _fail(
-                f"the system refuses {error.filename} ({error.strerror}); check its "
-                "name and its permissions"
-            )
+            fact = f"the system refuses {error.filename} ({error.strerror})"
+            _fail(f"{fact}; check its name and its permissions")
         except MemoryError:
-            _fail(
-                "there is not enough memory; end other programs, give fewer --threads, "
-                "or export with a smaller --capacity"
-            )
+            fact = "there is not enough memory; end other programs, give fewer "
+            fact += "--threads, or export with a smaller --capacity"
+            _fail(fact)
         except (click.Abort, KeyboardInterrupt):
             click.echo("interrupted", err=True)
             sys.exit(130)
@@ -133,11 +130,9 @@ def _one_line_warnings() -> Iterator[None]:
         if category is UserWarning:
             click.echo(f"warning: {_one_line(str(message))}", err=True)
 
-    before, warnings.showwarning = warnings.showwarning, show
-    try:
+    with warnings.catch_warnings():
+        warnings.showwarning = show
         yield
-    finally:
-        warnings.showwarning = before
 
 
 @contextmanager

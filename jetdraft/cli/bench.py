@@ -22,24 +22,20 @@ from jetdraft.runtime.planning.options import GenerateOptions, Options
 @flags.bundle_argument
 @flags.prompts_option
 @option(
-    "measurement",
-    "--methods",
-    help="Comma list of methods; default: all methods of the bundle, and auto.",
+    "measurement --methods",
+    "Comma list of methods; default: all methods of the bundle, and auto.",
 )
 @option(
-    "measurement",
-    "--lengths",
+    "measurement --lengths",
+    "Comma list of draft lengths, measured beside the adaptive length.",
     default="1,2,3,4",
-    show_default=True,
-    help="Comma list of draft lengths, measured beside the adaptive length.",
+    callback=parse_integers,
 )
 @option(
-    "measurement",
-    "--repeats",
+    "measurement --repeats",
+    "Runs of each method over all prompts; the table has their medians.",
     type=click.IntRange(1),
     default=3,
-    show_default=True,
-    help="Runs of each method over all prompts; the table has their medians.",
 )
 @flags.generate_options("max_new_tokens", *flags.SAMPLING, max_new_tokens=96)
 @flags.runtime_options()
@@ -49,7 +45,7 @@ def command(
     bundle: Path,
     prompts_file: Path | None,
     methods: str | None,
-    lengths: str,
+    lengths: tuple[int, ...],
     repeats: int,
     as_json: bool,
     output: Path | None,
@@ -57,7 +53,6 @@ def command(
     options: GenerateOptions,
 ) -> None:
     """Compare the methods of BUNDLE, prompt by prompt in one process."""
-    draft_lengths = parse_integers(lengths, "--lengths")
     started = time.perf_counter()
     model = load(bundle, **runtime)
     load_seconds = time.perf_counter() - started
@@ -65,14 +60,12 @@ def command(
     fields = GenerateOptions(temperature=0.0, seed=0) | options
     prompts = read_prompts(prompts_file, model)
     names = [*model.methods, "auto"] if methods is None else methods.split(",")
-    rows = benchmark.make_contenders(model, names, draft_lengths)
+    rows = benchmark.make_contenders(model, names, lengths)
     Options.of(**fields)  # refuse bad options before measuring
     for row in rows:
         Drafting(row.method, row.num_draft_tokens)
-    click.echo(
-        f"measuring {len(rows)} rows over {len(prompts)} prompts, {repeats} times",
-        err=True,
-    )
+    line = f"measuring {len(rows)} rows over {len(prompts)} prompts, {repeats} times"
+    click.echo(line, err=True)
     with ProgressBars() as bars:
         tick = bars.start_stage("measure", repeats * len(prompts) * len(rows))
         benchmark.run(model, rows, prompts, repeats, tick, Meter, **fields)
@@ -90,21 +83,18 @@ def command(
 
 
 def _print_report(report: dict[str, Any]) -> None:
-    click.echo(
-        "method      K exact  tokens/s  chars/s  speedup tok/pass accepted  first s  "
-        "host ms  same text"
-    )
+    header = "method      K exact  tokens/s  chars/s  speedup tok/pass accepted  "
+    header += "first s  host ms  same text"
+    click.echo(header)
     for row in report["rows"]:
         length = row["num_draft_tokens"] or "-"
-        click.echo(
-            f"{row['method']:8} {length:>4} {'yes' if row['exact'] else 'no':5} "
-            f"{row['tokens_per_second']:9.1f} "
-            f"{_cell(row['characters_per_second'], 1)} {_cell(row['speedup'], 2, 7)}x "
-            f"{_cell(row['tokens_per_pass'], 2)} {_cell(row['acceptance_rate'], 2)} "
-            f"{row['time_to_first_token']:8.3f} "
-            f"{_cell(row['outside_ms_per_round'], 3)}  "
-            f"{row['same_text']}/{row['texts']}"
-        )
+        name = f"{row['method']:8} {length:>4} {'yes' if row['exact'] else 'no':5}"
+        chars, speedup = row["characters_per_second"], _cell(row["speedup"], 2, 7)
+        speeds = f"{row['tokens_per_second']:9.1f} {_cell(chars, 1)} {speedup}x"
+        shares = _cell(row["tokens_per_pass"], 2), _cell(row["acceptance_rate"], 2)
+        first, host = row["time_to_first_token"], _cell(row["outside_ms_per_round"], 3)
+        ends = f"{first:8.3f} {host}  {row['same_text']}/{row['texts']}"
+        click.echo(" ".join((name, speeds, *shares, ends)))
     for name, curve in report["pass_ms"].items():
         times = "  ".join(f"{width}:{ms:.2f}" for width, ms in curve.items())
         if times:

@@ -30,21 +30,18 @@ Pasted lines are one message."""
 
 @click.command("chat", cls=Command)
 @flags.bundle_argument
-@option("prompt", "--system", help="The system message.")
+@option("prompt --system", "The system message.")
 @option(
-    "prompt",
-    "--drop-oldest",
+    "prompt --drop-oldest",
+    "Drop the oldest turns when the buffers are full.",
     is_flag=True,
-    help="Drop the oldest turns when the buffers are full.",
 )
 @option(
-    "prompt",
-    "--template",
-    "variables",
+    "prompt --template variables",
+    "Set a variable of the chat template, for example enable_thinking=false; may "
+    "be given several times.",
     metavar="NAME=VALUE",
     multiple=True,
-    help="Set a variable of the chat template, for example enable_thinking=false; may "
-    "be given several times.",
 )
 @flags.generate_options(
     *("max_new_tokens", "max_thinking_tokens", *flags.SAMPLING, *flags.CONSTRAINTS),
@@ -65,10 +62,8 @@ def command(
         announce_first_run(model)
         images: list[PictureInput] = [*options.pop("images", ())]
         fields = flags.with_defaults(options, model)
-        template = {
-            name: _parse_value(value)
-            for name, value in flags.parse_settings(variables, "template").items()
-        }
+        given = flags.parse_settings(variables, "template").items()
+        template = {name: _parse_value(value) for name, value in given}
         talk = Conversation(model, system, drop_oldest, template=template, **fields)
         # Raises for a missing template or a bad option, before the first line is read.
         model.stream_reply(model.chat_prompt([user_message("")], **template), **fields)
@@ -99,11 +94,8 @@ def _parse_value(text: str) -> Any:
 
 def _start_terminal(model: Model) -> None:
     capacity = model.bundle.target.contract.capacity
-    click.echo(
-        f"{model.bundle.path.resolve().name}, {capacity} tokens of context; "
-        "/help, Ctrl-D to leave",
-        err=True,
-    )
+    fact = f"{model.bundle.path.resolve().name}, {capacity} tokens of context"
+    click.echo(f"{fact}; /help, Ctrl-D to leave", err=True)
     with contextlib.suppress(ImportError):
         import readline
 

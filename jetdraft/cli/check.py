@@ -1,7 +1,7 @@
 """jetdraft check: what a bundle holds, and whether all its methods give one text."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from itertools import zip_longest
 from math import prod
@@ -42,19 +42,15 @@ _TOKENS = 96
 @click.command("check", cls=Command)
 @flags.bundle_argument
 @option(
-    "measurement",
-    "--run/--no-run",
+    "measurement --run/--no-run",
+    "Run the bundle; --no-run only checks its files and prints its manifest.",
     default=True,
-    show_default=True,
-    help="Run the bundle; --no-run only checks its files and prints its manifest.",
 )
 @option(
-    "measurement",
-    "--for",
-    "other",
-    type=click.Choice([name for name in PROVIDERS if name != "cpu"]),
-    help="Run nothing; say what this provider has for recurrent states, and refuse "
+    "measurement --for other",
+    "Run nothing; say what this provider has for recurrent states, and refuse "
     "graphs that it cannot run.",
+    type=click.Choice([name for name in PROVIDERS if name != "cpu"]),
 )
 @flags.runtime_options()
 @flags.json_option
@@ -100,13 +96,16 @@ def command(
             and dict(zip(("exported", "measured"), acceptance, strict=True)),
         }
         click.echo(json.dumps(fields))
-    _warn_of_lost_acceptance(acceptance)
+    if acceptance is not None and has_fallen(*acceptance):
+        fact = "warning: the target accepts fewer drafted tokens than at export, by "
+        fact += f"more than {TOLERANCE}: {_acceptance_line(*acceptance)}"
+        fix = "export the drafter again, or choose another provider for it"
+        click.echo(f"{fact}; {fix}", err=True)
     wrong = sum(one.first_difference is not None for one in comparisons)
     if wrong:
-        raise CheckError(
-            f"{wrong} methods gave another text than plain decoding; report this with "
-            "the output of jetdraft check --no-run"
-        )
+        fact = f"{wrong} methods gave another text than plain decoding"
+        fix = "report this with the output of jetdraft check --no-run"
+        raise CheckError(f"{fact}; {fix}")
     if not as_json:
         click.echo(f"verdict    pass: {len(comparisons)} texts as by plain decoding")
 
@@ -127,16 +126,6 @@ def _check_provider(bundle: Bundle, name: str) -> None:
     click.echo(f"verdict    {name} can run all graphs, by their flavour and types")
 
 
-def _warn_of_lost_acceptance(acceptance: Sequence[list[float]] | None) -> None:
-    if acceptance is not None and has_fallen(*acceptance):
-        click.echo(
-            "warning: the target accepts fewer drafted tokens than at export, by more "
-            f"than {TOLERANCE}: {_acceptance_line(*acceptance)}; export the drafter "
-            "again, or choose another provider for it",
-            err=True,
-        )
-
-
 def _width_lines(widths: Widths) -> Iterator[str]:
     """Yield a line for each class of widths, and warnings about trees and probes."""
     for group in widths.classes:
@@ -149,27 +138,22 @@ def _width_lines(widths: Widths) -> Iterator[str]:
             kind = f"left out when exact: another kernel rounds, logits by {gap:.1e}"
         yield f"{span:9} {kind}"
     if not widths.trees_agree:
-        yield (
-            "passes that branch round otherwise than chains: an exact generation does "
-            "not branch; --no-exact does"
-        )
+        fact = "passes that branch round otherwise than chains: an exact generation "
+        fact += "does not branch; --no-exact does"
+        yield fact
     if not widths.probes_agree:
-        yield (
-            "probes change the last bits of the rows beside them: an exact generation "
-            "has no probes; --no-exact has"
-        )
+        fact = "probes change the last bits of the rows beside them: an exact "
+        fact += "generation has no probes; --no-exact has"
+        yield fact
     if len(widths.exact) == 1:
-        yield (
-            "no two widths agree bit by bit: an exact generation cannot draft here; "
-            "--no-exact can"
-        )
+        fact = "no two widths agree bit by bit: an exact generation cannot draft here"
+        yield f"{fact}; --no-exact can"
 
 
 def _acceptance_line(exported: list[float], measured: list[float]) -> str:
     """Return the line of acceptance rates by position in a draft, now and at export."""
-    now, before = (
-        " ".join(f"{share:.2f}" for share in shares) for shares in (measured, exported)
-    )
+    both = (measured, exported)
+    now, before = (" ".join(f"{share:.2f}" for share in shares) for shares in both)
     return f"by position {now}, at export {before}"
 
 

@@ -19,6 +19,7 @@ GROUPS = (
     "output",
 )
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
+Names = Collection[str] | None  # Of fields; None for all.
 
 
 class Option(click.Option):
@@ -75,44 +76,37 @@ class LazyGroup(click.Group):
             writer.write_dl(list(self.summaries.items()))
 
 
-def option(group: str, *names: str, help: str, **settings: Any) -> Decorator:
-    """Decorate a command with an option of a group; `settings` are click's."""
+def option(names: str, help: str, **settings: Any) -> Decorator:
+    """Decorate a command with an option; `names` are its group and click's names.
+
+    @option("prompt -p --prompt text", 'The prompt; "-" reads standard input.')
+    """
+    group, *own = names.split()
     if group not in GROUPS:
         raise ValueError(f"unknown group {group!r}")
-    return click.option(*names, cls=Option, group=group, help=help, **settings)
+    settings.setdefault("show_default", bool(settings.get("default")))
+    return click.option(*own, cls=Option, group=group, help=help, **settings)
 
 
-def join_decorators(*decorators: Decorator) -> Decorator:
-    """Join decorators into one; help lists their options in this order."""
+def keyword_flags(
+    record: type[Any], /, *, only: Names = None, **defaults: Any
+) -> Decorator:
+    """A flag for each field of a record, or of `only`; `defaults` replace its own."""
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        for decorator in reversed(decorators):
-            function = decorator(function)
+        for declared_option in reversed(_chosen_options(record, only)):
+            function = _click_option(declared_option, defaults)(function)
         return function
 
     return decorate
 
 
-def keyword_flags(
-    record: type[Any], /, *, only: Collection[str] | None = None, **defaults: Any
-) -> Decorator:
-    """A flag for each field of a record, or of `only`; `defaults` replace its own."""
-    return join_decorators(
-        *(_click_option(o, defaults) for o in _chosen_options(record, only))
-    )
-
-
-def _chosen_options(record: type[Any], only: Collection[str] | None) -> list[Declared]:
+def _chosen_options(record: type[Any], only: Names) -> list[Declared]:
     return [o for o in declared_options(record) if only is None or o.name in only]
 
 
 def record_flags(
-    name: str,
-    record: type[Any],
-    /,
-    *,
-    only: Collection[str] | None = None,
-    **defaults: Any,
+    name: str, record: type[Any], /, *, only: Names = None, **defaults: Any
 ) -> Decorator:
     """Like `keyword_flags`, but the command gets a `record` as the keyword `name`."""
     names = [option.name for option in _chosen_options(record, only)]
@@ -140,7 +134,7 @@ def _click_option(declared_option: Declared, defaults: Mapping[str, Any]) -> Dec
     settings: dict[str, Any] = {"metavar": flag.metavar}
     if flag.commas:
         names = flag.names or (long,)
-        settings |= {"callback": _parse_comma_list, "default": None}
+        settings |= {"callback": parse_integers, "default": None}
     elif kind is bool:
         names = flag.names or ((f"{long}/--no-{long[2:]}",) if default else (long,))
         settings |= {"is_flag": True, "default": bool(default)}
@@ -155,22 +149,17 @@ def _click_option(declared_option: Declared, defaults: Mapping[str, Any]) -> Dec
             settings |= {"default": default, "show_default": flag.show_default}
         elif default == "":
             settings["default"] = ""
-    return option(flag.group, *names, declared_option.name, help=help_, **settings)
+    words = " ".join((flag.group, *names, declared_option.name))
+    return option(words, help_, **settings)
 
 
-def _parse_comma_list(context: Any, param: Any, value: str | None) -> tuple[int, ...]:
+def parse_integers(context: Any, param: Any, value: str | None) -> tuple[int, ...]:
     """Parse a comma list of integers; () without one. A callback of click."""
-    return tuple(parse_integers(value, param.opts[0])) if value else ()
-
-
-def parse_integers(text: str, option: str) -> list[int]:
-    """Parse a comma list of integers; raises `BadParameter`, which names `option`."""
     try:
-        return [int(part) for part in text.split(",")]
+        return () if value is None else tuple(map(int, value.split(",")))
     except ValueError as error:
-        raise click.BadParameter(
-            f"{text!r} is not a comma list of integers", param_hint=option
-        ) from error
+        fact = f"{value!r} is not a comma list of integers"
+        raise click.BadParameter(fact, param_hint=param.opts[0]) from error
 
 
 def _click_type(declared_option: Declared) -> Any:

@@ -5,9 +5,10 @@ import json
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from threading import Event, Thread
-from typing import Any
+from typing import Any, Self
 
 import click
 import numpy as np
@@ -51,13 +52,11 @@ def _read_limited(name: str, read: Callable[[int], str]) -> str:
     try:
         text = read(MAX_INPUT_CHARS + 1)
     except (OSError, UnicodeDecodeError) as error:
-        raise click.UsageError(
-            f"cannot read {name} ({reason_of(error)}); give a file of UTF-8 text"
-        ) from error
+        fact = f"cannot read {name} ({reason_of(error)}); give a file of UTF-8 text"
+        raise click.UsageError(fact) from error
     if len(text) > MAX_INPUT_CHARS:
-        raise click.UsageError(
-            f"{name} has more than {MAX_INPUT_CHARS} characters; give less text"
-        )
+        fact = f"{name} has more than {MAX_INPUT_CHARS} characters; give less text"
+        raise click.UsageError(fact)
     return text
 
 
@@ -93,10 +92,9 @@ def _parse_prompt(line: str, model: Model) -> Int64s:
         fields = json.loads(line)
         text, ids = fields.get("prompt"), fields.get("token_ids")
     except (ValueError, AttributeError, RecursionError) as error:
-        raise click.UsageError(
-            f"not a prompt: {line[:60]!r}; each line is a JSON object with prompt or "
-            "token_ids"
-        ) from error
+        fact = f"not a prompt: {line[:60]!r}"
+        fix = "each line is a JSON object with prompt or token_ids"
+        raise click.UsageError(f"{fact}; {fix}") from error
     if text is not None and not isinstance(text, str):
         raise click.UsageError(f"not a prompt: {line[:60]!r}; prompt must be text")
     return model.prompt(text, ids)
@@ -128,9 +126,8 @@ class ProgressBars:
         if self._bar is None or stage != self._stage:
             self.close()
             self._stage, self._done = stage, 0
-            self._bar = click.progressbar(
-                length=total, label=f"{stage:18}", file=sys.stderr
-            )
+            how: Any = {"label": f"{stage:18}", "file": sys.stderr}
+            self._bar = click.progressbar(length=total, **how)
         self._bar.update(done - self._done)
         self._done = done
 
@@ -156,7 +153,7 @@ class ProgressBars:
             self._bar.render_finish()
             self._bar = None
 
-    def __enter__(self) -> "ProgressBars":
+    def __enter__(self) -> Self:
         self._printer.start()
         return self
 
@@ -166,21 +163,18 @@ class ProgressBars:
         self.close()
 
 
+Show = Callable[[Any], None]
+
+
 def announce_first_run(model: Model) -> None:
     """Let the model print a line on standard error before its first measurements."""
-    model.parts.survey.announce = lambda: click.echo(
-        "first run on this machine: a few passes are measured before the text; "
-        "jetdraft tune measures all",
-        err=True,
-    )
+    line = "first run on this machine: a few passes are measured before the text; "
+    line += "jetdraft tune measures all"
+    model.parts.survey.announce = partial(click.echo, line, err=True)
 
 
 def print_generation(
-    source: Any,
-    show: Callable[[Any], None],
-    fields: Sequence[str],
-    as_json: bool,
-    explain: bool,
+    source: Any, show: Show, fields: Sequence[str], as_json: bool, explain: bool
 ) -> int:
     """Print a `Stream` or a `Transcription`, then its stats; return the exit code.
 
@@ -236,9 +230,8 @@ def explain_rounds(stats: Stats) -> str:
     lines = [f"one by one a token takes {stats.plain_ms:.1f} ms"]
     lines += ["method     rounds  drafted  accepted   tokens     saved"]
     for name, share in sorted(stats.by_method.items(), key=lambda i: -i[1].rounds):
-        lines.append(
-            f"{name:10} {share.rounds:6} {share.drafted_tokens:8} "
-            f"{share.accepted_tokens:9} {share.new_tokens:8} {share.saved_ms:+8.1f} ms"
-        )
+        drafts = f"{share.drafted_tokens:8} {share.accepted_tokens:9}"
+        gains = f"{share.new_tokens:8} {share.saved_ms:+8.1f} ms"
+        lines.append(f"{name:10} {share.rounds:6} {drafts} {gains}")
     lines += [f"off in {rounds} of them: {why}" for why, rounds in stats.off.items()]
     return "\n".join(lines)

@@ -22,19 +22,17 @@ OLDEST_ORT = (1, 29)  # The oldest version of onnxruntime that jetdraft runs wit
 
 @click.command("doctor", cls=Command)
 @option(
-    "device",
-    "--devices",
+    "device --devices",
+    "List the devices that jetdraft knows, and name this machine.",
     is_flag=True,
-    help="List the devices that jetdraft knows, and name this machine.",
 )
-@option("device", "--device", help="Print the profile of this device.")
+@option("device --device", "Print the profile of this device.")
 @option(
-    "device",
-    "--root",
+    "device --root",
+    "Examine the machine whose files are below this folder.",
     default="/",
     hidden=True,
     type=PATH,
-    help="Examine the machine whose files are below this folder.",
 )
 @json_option
 def command(devices: bool, device: str | None, root: Path, as_json: bool) -> None:
@@ -46,21 +44,16 @@ def command(devices: bool, device: str | None, root: Path, as_json: bool) -> Non
     elif device is not None:
         _print_profile(Device.named(device), as_json)
     else:
-        _print_findings(root, as_json)
-
-
-def _print_findings(root: Path, as_json: bool) -> None:
-    findings = examine(root)
-    if as_json:
-        click.echo(json.dumps({"findings": [asdict(finding) for finding in findings]}))
-    else:
-        for finding in findings:
+        findings = examine(root)
+        if as_json:
+            fields = [asdict(finding) for finding in findings]
+            click.echo(json.dumps({"findings": fields}))
+        for finding in () if as_json else findings:
             click.echo(f"{finding.what:18} {finding.found}")
             if finding.fix:
                 click.echo(f"{'':18} -> {finding.fix}")
-    wrong = [finding for finding in findings if finding.wrong]
-    if wrong:
-        raise CheckError(f"{wrong[0].what}: {wrong[0].found}; {wrong[0].fix}")
+        for wrong in (finding for finding in findings if finding.wrong):
+            raise CheckError(f"{wrong.what}: {wrong.found}; {wrong.fix}")
 
 
 def _print_devices(machine: Machine, as_json: bool) -> None:
@@ -102,10 +95,9 @@ def _print_profile(device: Device, as_json: bool) -> None:
             f"{gpu if mode.gpu_mhz else ''} ({mode.source})"
         )
     for pack in device.jetpacks:
-        click.echo(
-            f"JetPack {pack.version:6} L4T {pack.l4t}, CUDA {pack.cuda}, "
-            f"TensorRT {pack.tensorrt}, Python {pack.python}"
-        )
+        line = f"JetPack {pack.version:6} L4T {pack.l4t}, CUDA {pack.cuda}, TensorRT "
+        line += f"{pack.tensorrt}, Python {pack.python}"
+        click.echo(line)
     click.echo(f"source         {device.source}")
 
 

@@ -16,21 +16,22 @@ from jetdraft.runtime.passes.opener import LoadOptions
 @click.command("embed", cls=Command)
 @flags.bundle_argument
 @option(
-    *("prompt", "-p", "--prompt", "texts"), multiple=True, required=True,
-    help="A text; give the option again for each further text.",
-)  # fmt: skip
+    "prompt -p --prompt texts",
+    "A text; give the option again for each further text.",
+    multiple=True,
+    required=True,
+)
 @option(
-    "prompt",
-    "--prompt-name",
-    help="The checkpoint's prompt that stands before each text, for example query; "
+    "prompt --prompt-name",
+    "The checkpoint's prompt that stands before each text, for example query; "
     "default: the prompt that the checkpoint names, or none.",
 )
 @option(
-    *("output", "-o", "--output"),
+    "output -o --output",
+    "Write a .npy file, float32 [texts, width]; default: print a line of JSON for "
+    "each text.",
     type=flags.PATH,
     callback=lambda _context, _param, value: flags.check_new_file(value),
-    help="Write a .npy file, float32 [texts, width]; default: print a line of JSON for "
-    "each text.",
 )
 @flags.runtime_options()
 def command(

@@ -27,26 +27,21 @@ DRAFTING = ("method", "num_draft_tokens", "drafting", "exact")
 bundle_argument = click.argument("bundle", type=PATH)
 
 json_option = option(
-    "output",
-    "--json",
-    "as_json",
+    "output --json as_json",
+    "Print JSON, and nothing else, to standard output.",
     is_flag=True,
-    help="Print JSON, and nothing else, to standard output.",
 )
 
 prompts_option = option(
-    "prompt",
-    "--prompts",
-    "prompts_file",
+    "prompt --prompts prompts_file",
+    'JSON lines with "prompt" or "token_ids"; default: four short texts.',
     type=PATH,
-    help='JSON lines with "prompt" or "token_ids"; default: four short texts.',
 )
 
 explain_option = option(
-    "output",
-    "--explain",
+    "output --explain",
+    "Print to standard error what each method did, and why drafting was off.",
     is_flag=True,
-    help="Print to standard error what each method did, and why drafting was off.",
 )
 
 
@@ -83,9 +78,8 @@ def parse_settings(values: Sequence[str], flag: str = "drafting") -> dict[str, s
     for value in values:
         key, separator, text = value.partition("=")
         if not separator:
-            raise click.BadParameter(
-                f"{value!r} is not KEY=VALUE", param_hint=f"'--{flag}'"
-            )
+            fact = f"{value!r} is not KEY=VALUE"
+            raise click.BadParameter(fact, param_hint=f"'--{flag}'")
         settings[key.replace("-", "_")] = text
     return settings
 
@@ -97,7 +91,7 @@ def with_defaults(options: Mapping[str, Any], model: Model) -> GenerateOptions:
 
 def output_option(what: str) -> Decorator:
     """Return the required option -o/--output, a path; `what` is its help."""
-    return option("output", "-o", "--output", required=True, type=PATH, help=what)
+    return option("output -o --output", what, required=True, type=PATH)
 
 
 def _check_report_path(context: Any, param: Any, value: Path | None) -> Path | None:
@@ -117,9 +111,8 @@ def check_new_file(value: Path | None) -> Path | None:
     if value is None:
         return None
     if value.is_dir() or not value.absolute().parent.is_dir():
-        raise click.BadParameter(
-            f"{value} is a folder, or its folder is missing; name a file"
-        )
+        fact = f"{value} is a folder, or its folder is missing; name a file"
+        raise click.BadParameter(fact)
     if value.exists() and not value.is_file():
         raise click.BadParameter(f"{value} is a device or a pipe; name a file")
     check_writable(value)
@@ -127,12 +120,10 @@ def check_new_file(value: Path | None) -> Path | None:
 
 
 report_option = option(
-    "output",
-    "-o",
-    "--output",
+    "output -o --output",
+    "Write the JSON report to this file.",
     type=PATH,
     callback=_check_report_path,
-    help="Write the JSON report to this file.",
 )
 
 
@@ -142,8 +133,7 @@ def write_json(file: Path, fields: Any) -> None:
 
 
 user_option = option(
-    "drafting",
-    "--user",
+    "drafting --user",
+    "The user whose entries count; default: the nameless user.",
     default="",
-    help="The user whose entries count; default: the nameless user.",
 )

@@ -22,18 +22,14 @@ ENDING = ("max_new_tokens", "stop", "ignore_eos")
 @click.command("generate", cls=Command)
 @flags.bundle_argument
 @click.argument("text", required=False)
-@option("prompt", "-p", "--prompt", help='The prompt; "-" reads standard input.')
+@option("prompt -p --prompt", 'The prompt; "-" reads standard input.')
 @option(
-    "prompt",
-    "--prompt-file",
-    type=flags.PATH,
-    help="Read the prompt from this UTF-8 file.",
+    "prompt --prompt-file", "Read the prompt from this UTF-8 file.", type=flags.PATH
 )
 @option(
-    "prompt",
-    "--raw",
+    "prompt --raw",
+    "Continue the prompt as it is, without the checkpoint's chat template.",
     is_flag=True,
-    help="Continue the prompt as it is, without the checkpoint's chat template.",
 )
 @flags.generate_options(
     *ENDING,

@@ -61,10 +61,9 @@ def _print_plan(prediction: Plan, question: Question) -> None:
     click.echo(f"predicted  {prediction.basis}")
     parts = " + ".join(f"{name} {mb:.0f}" for name, mb in prediction.memory_mb.items())
     click.echo(f"device     {prediction.device}, {prediction.power_mode}")
-    click.echo(
-        f"memory     {prediction.needed_mb:.0f} MB of {prediction.available_mb:.0f} "
-        f"({parts})"
-    )
+    fact = f"memory     {prediction.needed_mb:.0f} MB of {prediction.available_mb:.0f} "
+    fact += f"({parts})"
+    click.echo(fact)
     if (sizes := prediction.sizes).experts:
         read = sizes.read_weights(WIDEST) + sizes.head
         click.echo(

@@ -10,13 +10,7 @@ from jetdraft.bundle import Bundle
 from jetdraft.cli.command import Command
 from jetdraft.cli.flags import PATH, bundle_argument, json_option, user_option
 from jetdraft.errors import StoreError, printable
-from jetdraft.learning.lessons import (
-    Lessons,
-    WeightSets,
-    drafter_sha256,
-    has_learned,
-    label,
-)
+from jetdraft.learning import lessons
 from jetdraft.runtime.history.store import ResponseStore
 from jetdraft.runtime.text.codec import TextCodec
 
@@ -41,7 +35,7 @@ def list_entries(bundle: Path, file: Path, user: str, as_json: bool) -> None:
     """
     opened_bundle = Bundle.open(bundle)
     text = TextCodec(opened_bundle.tokenizer)
-    if has_learned(file):
+    if lessons.has_learned(file):
         _print_folder(opened_bundle, text, file, user, as_json)
         return
     entries = [
@@ -70,10 +64,10 @@ def clear(bundle: Path, file: Path, user: str) -> None:
     The folder's learned weights are removed too, since they were learned from entries.
     """
     opened_bundle = Bundle.open(bundle)
-    if has_learned(file):
+    if lessons.has_learned(file):
         count = _open_lessons(opened_bundle, file).clear(user)
         # Last, so that a training which has read the lessons publishes nothing.
-        WeightSets(file, drafter_sha256(opened_bundle)).clear()
+        lessons.WeightSets(file, lessons.drafter_sha256(opened_bundle)).clear()
     else:
         count = _open_store(opened_bundle, file, user).clear()
     click.echo(f"{count} {'entry' if count == 1 else 'entries'} removed", err=True)
@@ -82,44 +76,42 @@ def clear(bundle: Path, file: Path, user: str) -> None:
 def _print_folder(
     bundle: Bundle, text: TextCodec, folder: Path, user: str, as_json: bool
 ) -> None:
-    sets = WeightSets(folder, drafter_sha256(bundle))
+    sets = lessons.WeightSets(folder, lessons.drafter_sha256(bundle))
     sets.check()
     choice = sets.read_choice()
     kept = _open_lessons(bundle, folder)
-    lessons = [
-        (len(lesson.places), text.decode(lesson.tokens.tolist()))
-        for lesson in kept.read(user)
-    ]
+    pairs = ((len(one.places), one.tokens.tolist()) for one in kept.read(user))
+    kept_lessons = [(count, text.decode(tokens)) for count, tokens in pairs]
     others = {name: count for name, count in kept.user_counts().items() if name != user}
     if as_json:
         weights = {"weights": choice.name, "on_trial_against": choice.before}
-        rows = [{"wrong_places": count, "text": words} for count, words in lessons]
+        rows = [{"wrong_places": count, "text": words} for count, words in kept_lessons]
         click.echo(json.dumps({**weights, "lessons": rows, "others": others}))
         return
+    label = lessons.label
     note = "" if choice.before is None else f", on trial against {label(choice.before)}"
     click.echo(f"weights: {label(choice.name)}{note}")
-    for count, words in lessons:
+    for count, words in kept_lessons:
         click.echo(f"{count:4} wrong  {_shorten(words, 64)}")
     for name, count in others.items():
         click.echo(f"lessons of --user {printable(name)!r}: {count}")
 
 
-def _open_lessons(bundle: Bundle, folder: Path) -> Lessons:
-    return Lessons(folder, bundle.tokenizer_sha256, bundle.target.contract.vocab_size)
+def _open_lessons(bundle: Bundle, folder: Path) -> lessons.Lessons:
+    size = bundle.target.contract.vocab_size
+    return lessons.Lessons(folder, bundle.tokenizer_sha256, size)
 
 
 def _open_store(bundle: Bundle, file: Path, user: str) -> ResponseStore:
     """Open a user's part of a store; raises `StoreError` if there is no such file."""
     if file.is_dir():
-        raise StoreError(
-            f"{file} is a folder without lessons and learned weights; give the folder "
-            "of serve --learn, or the file of serve --store"
-        )
+        fact = f"{file} is a folder without lessons and learned weights"
+        fix = "give the folder of serve --learn, or the file of serve --store"
+        raise StoreError(f"{fact}; {fix}")
     if not file.exists():
-        raise StoreError(
-            f"no store at {file}; give the file that --store named, or the folder that "
-            "--learn named"
-        )
+        fact = f"no store at {file}"
+        fix = "give the file that --store named, or the folder that --learn named"
+        raise StoreError(f"{fact}; {fix}")
     return ResponseStore(file, bundle.tokenizer_sha256, user)
 
 

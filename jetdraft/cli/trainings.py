@@ -1,6 +1,5 @@
 """The commands that train; torch is imported with this module."""
 
-from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -35,13 +34,12 @@ def make_command(name: str, task: type[Task]) -> click.Command:
     @click.command(name, cls=Command, help=task.help)
     @click.argument("target")
     @option(
-        "training",
-        "--data",
+        "training --data",
+        "A text file, or .jsonl with prompt and completion, text or messages"
+        f"{alone}; may be given several times.",
         multiple=True,
         required=True,
         type=flags.PATH,
-        help="A text file, or .jsonl with prompt and completion, text or messages"
-        f"{alone}; may be given several times.",
     )
     @record_flags("options", TrainingOptions, **asdict(task.options))
     @flags.output_option("Write to this folder, or resume the run in it.")
@@ -53,18 +51,14 @@ def make_command(name: str, task: type[Task]) -> click.Command:
         options: TrainingOptions,
         settings: Any,
     ) -> int:
-        return run_training(task(settings), target, output, data, options)
+        return run_training(task(settings), target, output, list(data), options)
 
     made: click.Command = command
     return made
 
 
 def run_training(
-    task: Task,
-    target: str,
-    output: Path,
-    data: Sequence[Path],
-    options: TrainingOptions,
+    task: Task, target: str, output: Path, data: list[Path], options: TrainingOptions
 ) -> int:
     """Run a training and return the exit code; Ctrl-C saves the run in `output`."""
     run: Training | None = None
@@ -115,57 +109,48 @@ def acceptance(
     prompts = read_prompts(prompts_file, model)
     with ProgressBars() as bars:
         tick = bars.start_stage("watch", len(prompts))
-        hidden, accepted = record_verdicts(
-            model, prompts, max_new_tokens, temperature or 0.0, tick, seed
-        )
+        how = max_new_tokens, temperature or 0.0, tick, seed
+        hidden, accepted = record_verdicts(model, prompts, *how)
     head, loss = fit_head(hidden, accepted, seed=seed)
     file = model.parts.profiles.acceptance_file
     save_head(head, file, model.bundle.sha256)
-    click.echo(
-        f"{file}: {len(accepted)} drafted tokens, {accepted.mean():.2f} of them "
-        f"accepted, held-out loss {loss:.2f}",
-        err=True,
-    )
+    line = f"{file}: {len(accepted)} drafted tokens, {accepted.mean():.2f} of them "
+    line += f"accepted, held-out loss {loss:.2f}"
+    click.echo(line, err=True)
 
 
 @click.command("use", cls=Command)
 @flags.bundle_argument
 @click.argument("folder", metavar="DIR", type=flags.PATH)
 @option(
-    "training",
-    "--from",
-    "source",
+    "training --from source",
+    "The drafter's checkpoint in floats; default: where the export read it.",
     metavar="CHECKPOINT",
     default="",
-    help="The drafter's checkpoint in floats; default: where the export read it.",
 )
 @option(
-    "training",
-    "--target",
+    "training --target",
+    "The target's checkpoint, whose states a head reads; default: where the "
+    "export read it.",
     metavar="CHECKPOINT",
     default="",
-    help="The target's checkpoint, whose states a head reads; default: where the "
-    "export read it.",
 )
 @record_flags("settings", learning.UseOptions)
 @option(
-    "training",
-    "--seconds",
+    "training --seconds",
+    "The most seconds of training, without waiting; default: no limit.",
     type=click.FloatRange(0, min_open=True),
-    help="The most seconds of training, without waiting; default: no limit.",
 )
 @option(
-    "training",
-    "--watts",
+    "training --watts",
+    "Wait while the module draws more; a Jetson tells.",
     type=click.FloatRange(0, min_open=True),
-    help="Wait while the module draws more; a Jetson tells.",
 )
 @option(
-    "training",
-    "--background",
-    is_flag=True,
-    help="At idle priority, and again whenever there is enough to learn from, until "
+    "training --background",
+    "At idle priority, and again whenever there is enough to learn from, until "
     "the seconds are spent.",
+    is_flag=True,
 )
 def use(
     bundle: Path,
@@ -184,9 +169,8 @@ def use(
     """
     pace = learning.Pace(seconds, watts)
     if not has_learned(folder) and not (background and is_free(folder)):
-        raise StoreError(
-            f"no lessons are kept in {folder}; give the folder of serve --learn"
-        )
+        fact = f"no lessons are kept in {folder}; give the folder of serve --learn"
+        raise StoreError(fact)
     if background:
         learning.lower_priority()
     student = load_student(Bundle.open(bundle), source, target)
@@ -215,9 +199,7 @@ def _print_learned(learned: learning.Learned) -> None:
         outcome = "the lessons were erased meanwhile, so nothing was published"
     else:
         outcome = "nothing was learned, and nothing was published"
-    click.echo(
-        f"{learned.steps} steps on {learned.places} wrong places: held-out loss "
-        f"{before.loss:.2f} to {after.loss:.2f}, right {before.right:.2f} to "
-        f"{after.right:.2f}; {outcome}",
-        err=True,
-    )
+    work = f"{learned.steps} steps on {learned.places} wrong places"
+    losses = f"held-out loss {before.loss:.2f} to {after.loss:.2f}"
+    rates = f"right {before.right:.2f} to {after.right:.2f}"
+    click.echo(f"{work}: {losses}, {rates}; {outcome}", err=True)

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import IntEnum
+from itertools import product
 from typing import Annotated
 
 from jetdraft.contracts.constants import CANDIDATES, FRAMES_PER_SLOT, MIN_SELECTED
@@ -139,18 +140,15 @@ class StepContract:
     turn_size: Count = 0
 
     def __post_init__(self) -> None:
+        read, recent, carried = self.feature_input, self.recent, self.carried_size
         contradictions = {
-            "features are both an input and an output": self.feature_size
-            and self.feature_input,
-            "carried features need features as an input": self.carried_size
-            and not self.feature_input,
-            "recent tokens need carried features": self.recent
-            and not self.carried_size,
-            f"rows of {self.ahead} features read {self.recent} recent tokens": (
-                self.ahead and self.recent != self.ahead - 1
-            ),
+            "features are both an input and an output": self.feature_size and read,
+            "carried features need features as an input": carried and not read,
+            "recent tokens need carried features": recent and not carried,
+            f"rows of {self.ahead} features read {recent} recent tokens": self.ahead
+            and recent != self.ahead - 1,
             "guesses need features as an input, or buffers": self.guesses
-            and not (self.feature_input or self.kv_shapes),
+            and not (read or self.kv_shapes),
             "a sound needs slots of a source": self.source_bins
             and not self.source_slots,
             f"{self.spare_slots} spare slots do not hold a block of {self.block}": (
@@ -284,10 +282,8 @@ class StepContract:
     def mask_inputs(self) -> tuple[TensorSpec, ...]:
         """Inputs: 1 in line i hides slot `draft_start` + i - 1; line 0 all before."""
         rows = ALL if self.streams else ROWS
-        return (
-            TensorSpec("draft_mask", "uint8", (1 + self.draft_slots, rows)),
-            TensorSpec("draft_start", "int32", (1,)),
-        )
+        mask = TensorSpec("draft_mask", "uint8", (1 + self.draft_slots, rows))
+        return mask, TensorSpec("draft_start", "int32", (1,))
 
     @property
     def answers(self) -> tuple[TensorSpec, ...]:
@@ -313,19 +309,13 @@ class StepContract:
 
     @property
     def outputs(self) -> tuple[TensorSpec, ...]:
-        return (
-            *self.answers,
-            *self.selections("present"),
-            *self.buffers("present"),
-            *self.state_tensors("present"),
-        )
+        tensors = self.selections, self.buffers, self.state_tensors
+        return (*self.answers, *(spec for own in tensors for spec in own("present")))
 
     def state_tensors(self, side: str) -> tuple[TensorSpec, ...]:
         """The tensors `{side}_state.{i}`, in the order of the layers."""
-        return tuple(
-            TensorSpec(f"{side}_state.{i}", "float32", (1, *shape))
-            for i, shape in enumerate(self.states)
-        )
+        shapes = ((f"{side}_state.{i}", (1, *s)) for i, s in enumerate(self.states))
+        return tuple(TensorSpec(name, "float32", shape) for name, shape in shapes)
 
     def selections(self, side: str) -> tuple[TensorSpec, ...]:
         """The tensors `{side}_rows.{i}`, `{side}_query.{i}`; () without a selection."""
@@ -335,10 +325,8 @@ class StepContract:
         specs: list[TensorSpec] = []
         for layer, (heads, size) in enumerate(self.kv_shapes):
             query = 1, heads, queries // heads, size
-            specs += (
-                TensorSpec(f"{side}_rows.{layer}", "int64", (1, heads, voted)),
-                TensorSpec(f"{side}_query.{layer}", "float32", query),
-            )
+            specs.append(TensorSpec(f"{side}_rows.{layer}", "int64", (1, heads, voted)))
+            specs.append(TensorSpec(f"{side}_query.{layer}", "float32", query))
         return tuple(specs)
 
     def buffers(self, side: str) -> tuple[TensorSpec, ...]:
@@ -355,11 +343,9 @@ class StepContract:
 def _keys_and_values(
     side: str, dtype: str, shapes: Mapping[int, tuple[int | str, ...]]
 ) -> tuple[TensorSpec, ...]:
-    return tuple(
-        TensorSpec(f"{side}_{kind}.{layer}", dtype, shape)
-        for layer, shape in shapes.items()
-        for kind in ("key", "value")
-    )
+    pairs = product(shapes.items(), ("key", "value"))
+    named = ((f"{side}_{kind}.{layer}", shape) for (layer, shape), kind in pairs)
+    return tuple(TensorSpec(name, dtype, shape) for name, shape in named)
 
 
 def _optional_tensor(
@@ -392,18 +378,13 @@ class SplitContract:
         """Split a contract below its top `layers`; raises `ContractError`."""
         below = len(whole.kv_shapes) - layers
         if layers < 1 or below < 1:
-            raise ContractError(
-                f"graph contract: {len(whole.kv_shapes)} layers cannot be cut below "
-                f"the top {layers}; export the bundle again"
-            )
-        lower, upper = whole.kv_shapes[:below], whole.kv_shapes[below:]
-        return cls(
-            whole=whole,
-            hidden_size=hidden_size,
-            lower=replace(whole, kv_shapes=lower, feature_size=0, experts=0),
-            upper=replace(whole, kv_shapes=upper, feature_size=0, experts=0),
-            scores=scores,
-        )
+            fact = f"graph contract: {len(whole.kv_shapes)} layers cannot be cut below "
+            fact += f"the top {layers}; export the bundle again"
+            raise ContractError(fact)
+        shapes = whole.kv_shapes[:below], whole.kv_shapes[below:]
+        both = (replace(whole, kv_shapes=s, feature_size=0, experts=0) for s in shapes)
+        lower, upper = both
+        return cls(whole, hidden_size, lower, upper, scores)
 
     @property
     def hidden(self) -> TensorSpec:
@@ -413,12 +394,9 @@ class SplitContract:
     @property
     def lower_inputs(self) -> tuple[TensorSpec, ...]:
         rows_only = replace(self.lower, streams=0)
-        return (
-            *self.whole.inputs[:4],
-            *(rows_only.mask_inputs if self.whole.has_mask else ()),
-            *([PARENTS] if self.scores else []),
-            *self.lower.buffers("past"),
-        )
+        mask = rows_only.mask_inputs if self.whole.has_mask else ()
+        parents = [PARENTS] if self.scores else []
+        return (*self.whole.inputs[:4], *mask, *parents, *self.lower.buffers("past"))
 
     @property
     def lower_outputs(self) -> tuple[TensorSpec, ...]:

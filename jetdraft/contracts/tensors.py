@@ -64,20 +64,15 @@ def check_tensors(declared: tuple[TensorSpec, ...], actual: list[Any], of: str) 
         if spec.name not in unchecked:
             raise ContractError(f"{of} lack {spec.name!r}; export the bundle again")
         dtype, shape = unchecked.pop(spec.name)
-        if dtype != _ONNX_TYPES[spec.dtype] or not _matches(spec.shape, shape):
-            raise ContractError(
-                f"{of}: {spec.name!r} is {dtype} {list(shape)}, declared "
-                f"{spec.dtype} {list(spec.shape)}; export the bundle again"
-            )
-    if unchecked:
-        raise ContractError(
-            f"{of} have undeclared {sorted(unchecked)}; export the bundle again"
+        # A named axis matches any dynamic axis.
+        same = len(spec.shape) == len(shape) and all(
+            not isinstance(size, int) if isinstance(axis, str) else axis == size
+            for axis, size in zip(spec.shape, shape, strict=True)
         )
-
-
-def _matches(declared: tuple[int | str, ...], actual: tuple[Any, ...]) -> bool:
-    """Whether a shape is as declared; a named axis matches any dynamic axis."""
-    return len(declared) == len(actual) and all(
-        not isinstance(size, int) if isinstance(axis, str) else axis == size
-        for axis, size in zip(declared, actual, strict=True)
-    )
+        if dtype != _ONNX_TYPES[spec.dtype] or not same:
+            fact = f"{of}: {spec.name!r} is {dtype} {list(shape)}, declared "
+            fact += f"{spec.dtype} {list(spec.shape)}; export the bundle again"
+            raise ContractError(fact)
+    if unchecked:
+        fact = f"{of} have undeclared {sorted(unchecked)}; export the bundle again"
+        raise ContractError(fact)

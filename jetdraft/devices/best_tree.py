@@ -3,10 +3,10 @@
 import heapq
 from collections.abc import Sequence
 
+Ranks = Sequence[Sequence[float]]  # By depth: of the first child, the second, ...
 
-def best_tree(
-    budget: int, ranks: Sequence[Sequence[float]]
-) -> tuple[list[int], list[float]]:
+
+def best_tree(budget: int, ranks: Ranks) -> tuple[list[int], list[float]]:
     """Return the parents of the `budget` likeliest rows, and the chance of each row.
 
     `ranks[d]` has the chances of the first, second, ... child of a right row at d.

@@ -110,10 +110,9 @@ class Dimensions(LayerCounts):
         """Read a config.json, its folder, or a GGUF file; raises `CheckpointError`."""
         file = path / CONFIG if path.is_dir() else path
         if (path / MANIFEST).is_file():
-            raise CheckpointError(
-                f"{path} is a bundle, and a plan reads checkpoints; give the folder or "
-                "the config.json that it was exported from"
-            )
+            fact = f"{path} is a bundle, and a plan reads checkpoints"
+            fix = "give the folder or the config.json that it was exported from"
+            raise CheckpointError(f"{fact}; {fix}")
         try:
             return cls.of(
                 _read_gguf(file)[0] if _is_gguf(file) else read_json_file(file)
@@ -136,24 +135,21 @@ class Dimensions(LayerCounts):
         Raises `CheckpointError`, or `UnsupportedModelError` for what no plan predicts.
         """
         if config.get("is_encoder_decoder"):
-            raise UnsupportedModelError(
-                "the config is of an encoder-decoder, and a plan predicts decoders "
-                "only; export the model and measure it on the device"
-            )
+            fact = "the config is of an encoder-decoder, and a plan predicts decoders "
+            fact += "only; export the model and measure it on the device"
+            raise UnsupportedModelError(fact)
         tied = config.get("tie_word_embeddings", config.get("tie_embedding"))
         config = config.get("text_config", config)
         kinds = config.get("layer_types") or ()
         mamba = any(config.get(name) for name in ("mamba_d_state", "ssm_state_size"))
         if mamba and {*kinds} != {"attention"}:
-            raise UnsupportedModelError(
-                "the config has Mamba layers, whose passes a plan cannot predict; "
-                "export the model and measure it on the device"
-            )
+            fact = "the config has Mamba layers, whose passes a plan cannot predict"
+            fix = "export the model and measure it on the device"
+            raise UnsupportedModelError(f"{fact}; {fix}")
         if config.get("kv_lora_rank"):
-            raise UnsupportedModelError(
-                "the config has latent attention, whose sizes a plan does not know; "
-                "export the model and measure it on the device"
-            )
+            fact = "the config has latent attention, whose sizes a plan does not know"
+            fix = "export the model and measure it on the device"
+            raise UnsupportedModelError(f"{fact}; {fix}")
         tied = config.get("tie_word_embeddings", False) if tied is None else tied
         experts, used = experts_of(config)
         inner = "moe_intermediate_size" if experts else "intermediate_size"
@@ -165,10 +161,10 @@ class Dimensions(LayerCounts):
         hidden, heads = config["hidden_size"], config["num_attention_heads"]
         kv_heads = int(config.get("num_key_value_heads") or heads)
         if heads % kv_heads:
-            raise CheckpointError(
-                f"the config's {heads} attention heads cannot share {kv_heads} heads "
-                "of keys and values; give a causal language model's config"
-            )
+            fact = f"the config's {heads} attention heads cannot share {kv_heads} "
+            fact += "heads of keys and values; give a causal language model's config"
+            raise CheckpointError(fact)
+        rows = int(config.get("vocab_size_per_layer_input") or config["vocab_size"])
         return cls(
             **vars(count_layers(config)),
             hidden_size=hidden,
@@ -178,7 +174,7 @@ class Dimensions(LayerCounts):
             window=int(config.get("sliding_window") or 0),
             experts=experts,
             used=used,
-            table=layer_table(config),
+            table=rows * layers * _layer_width(config),
         )
 
     @property
@@ -208,9 +204,8 @@ def _check_sizes(config: dict[str, Any], needed: tuple[str, ...]) -> None:
         values = value if isinstance(value, list) and value else [value]
         if not all(type(n) is int and least <= n <= MAX_SIZE for n in values):
             shown = repr(value)[:20]
-            raise CheckpointError(
-                f"the config's {name} is {shown}; give a causal language model's config"
-            )
+            fact = f"the config's {name} is {shown}"
+            raise CheckpointError(f"{fact}; give a causal language model's config")
 
 
 def experts_of(config: Config) -> tuple[int, int]:
@@ -234,22 +229,14 @@ def count_layers(config: Config) -> LayerCounts:
     layers, hidden = config["num_hidden_layers"], config["hidden_size"]
     first_shared = layers - int(config.get("num_kv_shared_layers") or 0)
     kinds = _kinds(config)
-    counts = [
-        _count_layer(config, index, kinds[index], index >= first_shared)
-        for index in range(layers)
-    ]
+    order = enumerate(kinds[:layers])
+    counts = [_count_layer(config, i, kind, i >= first_shared) for i, kind in order]
     total = LayerCounts(*map(sum, zip(*map(astuple, counts), strict=True)))
     # The projections of embeddings that each layer has, and of Gemma 3n's streams.
     width = _layer_width(config)
     streams = int(config.get("altup_num_inputs") or 1) - 1
     more = hidden * layers * width + streams * 2 * hidden * hidden
     return replace(total, matrices=total.matrices + more)
-
-
-def layer_table(config: Config) -> int:
-    """The numbers in the table of embeddings that each layer has."""
-    rows = int(config.get("vocab_size_per_layer_input") or config["vocab_size"])
-    return rows * int(config["num_hidden_layers"]) * _layer_width(config)
 
 
 def _layer_width(config: Config) -> int:
@@ -267,10 +254,8 @@ def _kinds(config: Config) -> list[str]:
         kinds = ["linear_attention" if n % every else "full_attention" for n in turns]
     kinds = list(kinds or ["full_attention"] * layers)
     if len(kinds) < layers:
-        raise CheckpointError(
-            f"the config has {len(kinds)} layer_types for {layers} layers; give a "
-            "causal language model's config"
-        )
+        fact = f"the config has {len(kinds)} layer_types for {layers} layers"
+        raise CheckpointError(f"{fact}; give a causal language model's config")
     return kinds
 
 
@@ -280,9 +265,8 @@ def _count_layer(config: Config, index: int, kind: str, shares: bool) -> LayerCo
         mixing = _linear_attention(config)
     elif kind == "conv":  # three parts, and the output
         rows = int(config.get("conv_L_cache") or 3) - 1
-        mixing = LayerCounts(
-            4 * hidden * hidden, state_values=rows * hidden, kept_values=WIDEST * hidden
-        )
+        kept = {"state_values": rows * hidden, "kept_values": WIDEST * hidden}
+        mixing = LayerCounts(4 * hidden * hidden, **kept)
     else:
         own = (config.get("per_layer_config") or {}).get(str(index), {})
         mixing = _attention({**config, **own}, kind, shares)
@@ -309,11 +293,8 @@ def _attention(config: Config, kind: str, shares: bool) -> LayerCounts:
     columns += 0 if shares else values * kv_heads
     kept = 0 if shares else 2 * kv_heads * size
     slides = kind == "sliding_attention" and bool(config.get("sliding_window"))
-    return LayerCounts(
-        hidden * columns * size,
-        kv_values=kept * (not slides),
-        window_values=kept * slides,
-    )
+    rows = {"kv_values": kept * (not slides), "window_values": kept * slides}
+    return LayerCounts(hidden * columns * size, **rows)
 
 
 def _linear_attention(config: Config) -> LayerCounts:
@@ -325,11 +306,9 @@ def _linear_attention(config: Config) -> LayerCounts:
     window = int(config.get("linear_conv_kernel_dim") or 4) - 1
     # Of a row: what enters the convolution, and keys, values and two gates of heads.
     row = channels + keys + values + 2 * heads
-    return LayerCounts(
-        config["hidden_size"] * (2 * keys + 3 * values),
-        state_values=values * size + window * channels,
-        kept_values=WIDEST * row,
-    )
+    matrices = config["hidden_size"] * (2 * keys + 3 * values)
+    state = values * size + window * channels
+    return LayerCounts(matrices, state_values=state, kept_values=WIDEST * row)
 
 
 def _feed_forward(config: Config, index: int, shares: bool) -> tuple[int, int]:

@@ -50,12 +50,8 @@ def detect_machine(root: Path = Path("/")) -> Machine:
     l4t = f"{release[1]}.{release[2]}" if release else None
     # A patch of a release differs in the third number: 36.4.4 is one of 36.4.3.
     packs, installed = (device.jetpacks if device else ()), _version_numbers(l4t or "")
-    same = (
-        pack
-        for pack in packs
-        if _version_numbers(pack.l4t)[:2] == installed[:2]
-        and installed >= _version_numbers(pack.l4t)
-    )
+    known = [(_version_numbers(pack.l4t), pack) for pack in packs]
+    same = (p for l4t, p in known if l4t[:2] == installed[:2] and installed >= l4t)
     text = _read_text(root / "proc/meminfo") or ""
     sizes = re.findall(r"^(\w+):\s+(\d+) kB", text, re.MULTILINE)
     memory = {name: int(kb) * 1.024e-3 for name, kb in sizes}
@@ -95,11 +91,9 @@ def _version_numbers(version: str) -> list[int]:
 
 
 def _tensorrt_version(root: Path) -> str | None:
-    suffixes = [
-        file.name.partition(".so.")[2]
-        for folder in ("usr/lib/aarch64-linux-gnu", "usr/lib/x86_64-linux-gnu")
-        for file in (root / folder).glob("libnvinfer.so.*.*")
-    ]
+    places = (f"usr/lib/{name}-linux-gnu" for name in ("aarch64", "x86_64"))
+    files = (file for p in places for file in (root / p).glob("libnvinfer.so.*.*"))
+    suffixes = (file.name.partition(".so.")[2] for file in files)
     versions = [name for name in suffixes if re.fullmatch(r"\d+(\.\d+)+", name)]
     return max(versions, default=None, key=_version_numbers)
 
@@ -164,7 +158,7 @@ def processor_digest() -> str:
     return hashlib.sha256("\n".join(sorted(used_lines)).encode()).hexdigest()[:12]
 
 
-INTERVAL_SECONDS = 0.05  # The seconds between two readings of a `Meter`.
+INTERVAL = 0.05  # The seconds between two readings of a `Meter`.
 MONITORS = "sys/bus/i2c/drivers/ina3221"  # The folder of the power monitors.
 MODULE_RAILS = ("VDD_IN", "VIN_SYS_5V0", "VIN")  # They feed the whole module.
 
@@ -203,9 +197,7 @@ def module_rails(root: Path = Path("/")) -> list[Rail]:
 class Meter:
     """Measures the energy that its `with` block uses; `joules` is None if it cannot."""
 
-    def __init__(
-        self, root: Path = Path("/"), interval: float = INTERVAL_SECONDS
-    ) -> None:
+    def __init__(self, root: Path = Path("/"), interval: float = INTERVAL) -> None:
         self.joules: float | None = None
         self._rails = module_rails(root)
         self._interval = interval

@@ -72,9 +72,8 @@ class Device:
     def named(cls, name: str) -> "Device":
         """Read the profile of that name; raises `DeviceError` for an unknown name."""
         if name not in cls.names():
-            raise DeviceError(
-                f"unknown device {name!r}; choose {', '.join(cls.names())}"
-            )
+            fact = f"unknown device {name!r}; choose {', '.join(cls.names())}"
+            raise DeviceError(fact)
         return cls.read(PROFILES_FOLDER / f"{name}.toml")
 
     @classmethod
@@ -88,10 +87,9 @@ class Device:
         except OSError as error:
             raise DeviceError(f"cannot read {file} ({error.strerror})") from error
         except (ValueError, OptionError) as error:
-            raise DeviceError(
-                f"{file} is not a device profile ({error}); compare it with the others "
-                f"in {PROFILES_FOLDER}"
-            ) from error
+            fact = f"{file} is not a device profile ({error})"
+            fix = f"compare it with the others in {PROFILES_FOLDER}"
+            raise DeviceError(f"{fact}; {fix}") from error
 
     def power_mode(self, name: str | None = None) -> PowerMode:
         """A power mode by name, or the first; raises `DeviceError` if unknown."""

@@ -178,9 +178,8 @@ class Question:
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.acceptance < 1.0:
-            raise OptionError(
-                f"acceptance {self.acceptance} is out of range; give 0 to below 1"
-            )
+            fact = f"acceptance {self.acceptance} is out of range; give 0 to below 1"
+            raise OptionError(fact)
         if self.context < 1:
             raise OptionError(f"context {self.context} is out of range; give 1 or more")
         recipe, device = self.recipe, self.profile
@@ -192,10 +191,8 @@ class Question:
         choices += GRIDS if self.on_cpu else ()
         for scheme in (recipe.scheme, recipe.head or recipe.scheme):
             if scheme not in choices:
-                raise DeviceError(
-                    f"{scheme!r} cannot be planned on {self.device}; choose "
-                    f"{', '.join(choices)}"
-                )
+                fact = f"{scheme!r} cannot be planned on {self.device}"
+                raise DeviceError(f"{fact}; choose {', '.join(choices)}")
 
     @property
     def profile(self) -> Device:

@@ -47,32 +47,25 @@ class Provider:
         if only_on_cpu and self.name != "cpu":
             return only_on_cpu
         if self.name == "tensorrt" and flavour == CONTRIB:
-            return (
-                "TensorRT cannot read contrib operators; export with --flavour standard"
-            )
+            fact = "TensorRT cannot read contrib operators"
+            return f"{fact}; export with --flavour standard"
         if self.name == "cuda" and (flavour, dtype) == (CONTRIB, "float32"):
-            return (
-                "GroupQueryAttention has no fp32 kernel on CUDA; export with --dtype "
-                "fp16 or --flavour standard"
-            )
+            fact = "GroupQueryAttention has no fp32 kernel on CUDA"
+            return f"{fact}; export with --dtype fp16 or --flavour standard"
         if self.name == "webgpu" and flavour != CONTRIB:
-            return (
-                "WebGPU has no kernels for the standard operators of attention; export "
-                "with --flavour contrib"
-            )
+            fact = "WebGPU has no kernels for the standard operators of attention"
+            return f"{fact}; export with --flavour contrib"
         return ""
 
 
 # All providers by name, the fastest first.
-PROVIDERS = {
-    provider.name: provider
-    for provider in (
-        Provider("tensorrt", "TensorrtExecutionProvider", "cuda", STANDARD, "fp16"),
-        Provider("cuda", "CUDAExecutionProvider", "cuda", CONTRIB, "fp16"),
-        Provider("webgpu", "WebGpuExecutionProvider", "webgpu", CONTRIB, "fp32"),
-        Provider("cpu", "CPUExecutionProvider", "cpu", CONTRIB, "fp32"),
-    )
-}
+_TABLE = (
+    ("tensorrt", "TensorrtExecutionProvider", "cuda", STANDARD, "fp16"),
+    ("cuda", "CUDAExecutionProvider", "cuda", CONTRIB, "fp16"),
+    ("webgpu", "WebGpuExecutionProvider", "webgpu", CONTRIB, "fp32"),
+    ("cpu", "CPUExecutionProvider", "cpu", CONTRIB, "fp32"),
+)
+PROVIDERS = {row[0]: Provider(*row) for row in _TABLE}
 # Work that only the CPU does; see `check_on_cpu`.
 HALVES, SELECTION = "the halves of a target run", "KV rows are selected"
 
@@ -95,7 +88,7 @@ CUDA_OPTIONS: ProviderOptions = {
 WEBGPU_OPTIONS: ProviderOptions = {"enableInt64": "1", "enableGraphCapture": "0"}
 
 
-def session_providers(
+def providers_of(
     name: str, session: Any, options: ProviderOptions
 ) -> list[tuple[str, ProviderOptions]] | None:
     """Return a session's `providers`; for WebGPU, set its options and return None."""
@@ -112,8 +105,11 @@ def provider_named(name: str) -> Provider:
     return PROVIDERS[name]
 
 
+Form = tuple[str, str]  # The flavour and the dtype of a graph.
+
+
 def choose_provider(
-    name: str, graphs: Iterable[tuple[str, str]], only_on_cpu: str = ""
+    name: str, graphs: Iterable[Form], only_on_cpu: str = ""
 ) -> Provider:
     """Choose the provider that runs graphs of these flavours and dtypes.
 
@@ -145,9 +141,7 @@ def _is_software(name: str) -> bool:
     return name != "cpu" and try_provider(name).software
 
 
-def _why_unable(
-    provider: Provider, graphs: list[tuple[str, str]], only_on_cpu: str
-) -> str:
+def _why_unable(provider: Provider, graphs: list[Form], only_on_cpu: str) -> str:
     """Return why a provider cannot run the graphs; "" if it can. May run a trial."""
     refusals = (provider.refusal(*graph, only_on_cpu) for graph in graphs)
     if reason := next(filter(None, refusals), ""):
@@ -197,16 +191,14 @@ def try_provider(name: str) -> Presence:
         return Presence(name, False, False, reason)
     command = [sys.executable, "-m", "jetdraft.devices.trial", PROVIDERS[name].full]
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=TRIAL_SECONDS, check=False
-        )
+        how: Any = {"capture_output": True, "text": True, "timeout": TRIAL_SECONDS}
+        done = subprocess.run(command, check=False, **how)
     except (OSError, subprocess.TimeoutExpired) as error:
         return Presence(name, True, False, f"a small graph did not run ({error})")
     lines = done.stdout.splitlines()
     if done.returncode == 0 and lines[-1:] == [RAN]:
-        return Presence(
-            name, True, True, software=SOFTWARE in lines, half=NO_HALF not in lines
-        )
+        kind = SOFTWARE in lines, NO_HALF not in lines
+        return Presence(name, True, True, "", *kind)
     return Presence(name, True, False, failure_reason(done.returncode, done.stderr))
 
 
@@ -269,12 +261,10 @@ def engine_options(
 
 def _shapes(contract: StepContract, sizes: tuple[int, int, int]) -> str:
     """Return the shapes of dynamic inputs, such as "input_ids:1x4,answer_rows:4"."""
-    sized = (
-        (spec.name, spec.shape_for(*sizes, contract.members, contract.prefix))
-        for spec in contract.inputs
-        if any(isinstance(axis, str) for axis in spec.shape)
-    )
-    return ",".join(f"{name}:{'x'.join(map(str, shape))}" for name, shape in sized)
+    counts = *sizes, contract.members, contract.prefix
+    named = [s for s in contract.inputs if any(isinstance(a, str) for a in s.shape)]
+    shapes = (f"{s.name}:{'x'.join(map(str, s.shape_for(*counts)))}" for s in named)
+    return ",".join(shapes)
 
 
 def engine_folder(folder: Path, machine: dict[str, str]) -> Path | None:
@@ -285,11 +275,9 @@ def engine_folder(folder: Path, machine: dict[str, str]) -> Path | None:
     try:
         if made_by != machine:
             if folder.exists():
-                warnings.warn(
-                    f"the TensorRT engines in {folder} belong to another bundle, GPU "
-                    "or version; they are built again, which takes minutes",
-                    stacklevel=4,
-                )
+                fact = f"the TensorRT engines in {folder} belong to another bundle, "
+                fact += "GPU or version; they are built again, which takes minutes"
+                warnings.warn(fact, stacklevel=4)
                 shutil.rmtree(folder)
             # Width classes measured on the old engines do not hold for new ones.
             for measured in folder.parent.glob("tensorrt*.json"):
@@ -297,10 +285,7 @@ def engine_folder(folder: Path, machine: dict[str, str]) -> Path | None:
             folder.mkdir(parents=True)
             stamp.write_text(json.dumps(machine, indent=2) + "\n", encoding="utf-8")
     except OSError as error:
-        warnings.warn(
-            f"TensorRT engines cannot be kept in {folder} ({error.strerror}); they are "
-            "built at every load",
-            stacklevel=4,
-        )
+        fact = f"TensorRT engines cannot be kept in {folder} ({error.strerror})"
+        warnings.warn(f"{fact}; they are built at every load", stacklevel=4)
         return None
     return folder

@@ -48,16 +48,13 @@ def find_adapter() -> Adapter:
     _load_plugin()
     offered = [device for device in ort.get_ep_devices() if device.ep_name == EP_NAME]
     if not offered:
-        raise ProviderError(
-            "the WebGPU plug-in finds no adapter; install the GPU's driver"
-        )
+        fact = "the WebGPU plug-in finds no adapter; install the GPU's driver"
+        raise ProviderError(fact)
     device = min(offered, key=_is_software)
     version = str(device.ep_metadata.get("version", "0"))
     if tuple(map(int, version.split(".")[:2])) < OLDEST_PLUGIN:
-        raise ProviderError(
-            f"the WebGPU plug-in {version} is too old; pip install --upgrade "
-            "'jetdraft[webgpu]'"
-        )
+        fact = f"the WebGPU plug-in {version} is too old"
+        raise ProviderError(f"{fact}; pip install --upgrade 'jetdraft[webgpu]'")
     software = _is_software(device)
     unknown = VulkanDevice(str(device.device.vendor), 0, software)
     driver = next((one for one in drivers if one.software == software), unknown)
@@ -79,10 +76,9 @@ def _load_plugin() -> None:
         ort.register_execution_provider_library("webgpu", plugin.get_library_path())
     except Exception as error:  # onnxruntime's exceptions have no common base
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ProviderError(
-            f"onnxruntime {ort.__version__} cannot load the WebGPU plug-in "
-            f"({reason}); pip install --upgrade 'jetdraft[webgpu]'"
-        ) from error
+        fact = f"onnxruntime {ort.__version__} cannot load the WebGPU plug-in "
+        fact += f"({reason}); pip install --upgrade 'jetdraft[webgpu]'"
+        raise ProviderError(fact) from error
 
 
 def add_adapter(options: Any, provider_options: dict[str, str]) -> None:
@@ -93,20 +89,13 @@ def add_adapter(options: Any, provider_options: dict[str, str]) -> None:
 def check_buffers(file: Path, contract: StepContract) -> None:
     """Raise `ProviderError` if a tensor is larger than a buffer of WebGPU may be."""
     graph = import_onnx().load(file, load_external_data=False).graph
-    sizes = {
-        tensor.name: int(entry.value)
-        for tensor in graph.initializer
-        for entry in tensor.external_data
-        if entry.key == "length"
-    }
+    stored = ((t.name, entry) for t in graph.initializer for entry in t.external_data)
+    sizes = {name: int(entry.value) for name, entry in stored if entry.key == "length"}
     specs = (*contract.inputs, *contract.outputs)
-    sizes |= {
-        spec.name: math.prod(
-            spec.shape_for(WIDEST, WIDEST, WIDEST, contract.members, contract.prefix)
-        )
-        * np.dtype(spec.dtype).itemsize
-        for spec in specs
-    }
+    rows = WIDEST, WIDEST, WIDEST, contract.members, contract.prefix
+    for spec in specs:
+        numbers = math.prod(spec.shape_for(*rows))
+        sizes[spec.name] = numbers * np.dtype(spec.dtype).itemsize
     largest = max(sizes, key=lambda name: sizes[name])
     limit = find_adapter().largest_buffer
     if 0 < limit < sizes[largest]:
@@ -150,15 +139,13 @@ def vulkan_devices() -> list[VulkanDevice]:
     try:
         vulkan = ctypes.CDLL(_LOADER)
     except OSError as error:
-        raise ProviderError(
-            f"{_LOADER} is missing; for a GPU, apt install libvulkan1 and its driver"
-        ) from error
+        fact = f"{_LOADER} is missing; for a GPU, apt install libvulkan1 and its driver"
+        raise ProviderError(fact) from error
     instance, info = ctypes.c_void_p(), _InstanceInfo(kind=_INSTANCE)
     failed = vulkan.vkCreateInstance(ctypes.byref(info), None, ctypes.byref(instance))
     if failed:
-        raise ProviderError(
-            f"Vulkan has no driver here (error {failed}); install the GPU's driver"
-        )
+        fact = f"Vulkan has no driver here (error {failed}); install the GPU's driver"
+        raise ProviderError(fact)
     count, handles = ctypes.c_uint32(_MAX_DEVICES), (ctypes.c_void_p * _MAX_DEVICES)()
     devices = []
     try:

@@ -27,14 +27,11 @@ def isa() -> str:
         library = ctypes.CDLL(str(LIBRARY))
         library.jetdraft_isa.restype = ctypes.c_char_p
     except (OSError, AttributeError) as error:
-        raise ProviderError(
-            f"jetdraft's library of operators does not load ({error}); install "
-            "jetdraft again on this machine, or export with --kernel onnxruntime"
-        ) from error
+        fact = f"jetdraft's library of operators does not load ({error}); install "
+        fact += "jetdraft again on this machine, or export with --kernel onnxruntime"
+        raise ProviderError(fact) from error
     name: bytes | None = library.jetdraft_isa()
     if name is None:
-        raise ProviderError(
-            "this processor lacks the instructions that JETDRAFT_ISA names; leave it "
-            "out"
-        )
+        fact = "this processor lacks the instructions that JETDRAFT_ISA names"
+        raise ProviderError(f"{fact}; leave it out")
     return name.decode()

@@ -67,7 +67,7 @@ class Conversation:
             fact = f"{text!r} is not a text; give what the user says"
             raise OptionError(fact, "prompt")
         message = user_message(text, options.pop("images", ()))
-        return self._start_reply([message], options)
+        return self._reply([message], options)
 
     @property
     def calls(self) -> list[ToolCall]:
@@ -87,12 +87,9 @@ class Conversation:
         if len(results) != len(self.calls) or not results:
             fact = f"the last reply has {len(self.calls)} calls, not {len(results)}"
             raise OptionError(f"{fact}; give a result for each", "results")
-        added = list(map(_tool_message, self.calls, results))
-        return self._start_reply(added, options)
+        return self._reply(list(map(_tool_message, self.calls, results)), options)
 
-    def _start_reply(
-        self, added: list[Message], options: GenerateOptions
-    ) -> Iterator[Piece]:
+    def _reply(self, added: list[Message], options: GenerateOptions) -> Iterator[Piece]:
         fields: GenerateOptions = {**self.options, **options}
         messages, ids = self._fit_messages([*self.messages, *added], fields)
         if images := take_images(messages)[1]:

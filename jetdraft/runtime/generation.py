@@ -16,7 +16,7 @@ from dataclasses import replace
 from jetdraft.errors import ConstraintError, OptionError
 from jetdraft.runtime.drafts.rows import Rows
 from jetdraft.runtime.loaded import LoadedBundle
-from jetdraft.runtime.measured.stats import Round, Stats
+from jetdraft.runtime.measured.stats import Round
 from jetdraft.runtime.measured.widths import prefill_widths
 from jetdraft.runtime.passes.answer import Answer, Target
 from jetdraft.runtime.passes.buffers import SourceInput, source_tokens
@@ -29,16 +29,9 @@ from jetdraft.runtime.proposers.method import WALK
 from jetdraft.runtime.proposers.proposer import Seen
 from jetdraft.runtime.sampling.chooser import Chooser, Logprob
 from jetdraft.runtime.sampling.processors import LogitsProcessor, PenaltyProcessor
+from jetdraft.runtime.text import stops
 from jetdraft.runtime.text.codec import CHARACTERS_PER_TOKEN
 from jetdraft.runtime.text.constraint import AnswerMatcher, Matcher, Place, ThoughtRules
-from jetdraft.runtime.text.stops import (
-    CANCELLED,
-    INTERRUPTED,
-    LENGTH,
-    StopWatcher,
-    Thinking,
-    ThoughtReader,
-)
 
 PROMPT_END = 16  # Tokens of a prompt before its prediction, which make the first match.
 
@@ -71,7 +64,7 @@ class Generation:
         prepared: bool = False,
         source: SourceInput = (),
         rules: Sequence[LogitsProcessor] = (),
-        thinking: Thinking | None = None,
+        thinking: stops.Thinking | None = None,
         pictures: Sequence[Tiles] = (),
     ) -> None:
         _check_options(options, parts)
@@ -81,9 +74,9 @@ class Generation:
         special = options.constraint is not None
         text, thoughts = parts.text.stream(prompt, ends, special), None
         if thinking is not None:
-            thoughts = ThoughtReader(thinking, thinking.state(parts.text, prompt))
+            thoughts = stops.ThoughtReader(thinking, thinking.state(parts.text, prompt))
         seconds = ending.max_seconds
-        self.watcher = StopWatcher(text, ends, ending.stops, seconds, thoughts)
+        self.watcher = stops.StopWatcher(text, ends, ending.stops, seconds, thoughts)
         # Gives the bytes of tokens to come.
         self._namer = parts.text.stream(prompt, ends, special)
         thought_rules = self._thought_rules(prompt, thinking)
@@ -100,22 +93,17 @@ class Generation:
         self.widths = planner.widths(drafting)
         self._ends_at_gap = parts.widths.ends_at_gap(drafting.exact)
         selection = parts.bundle.target.selection
-        self.stats = Stats(
-            method=drafting.method,
-            exact=drafting.exact,
-            lossy=options.lossy,
-            select_kv=selection.rows if selection and drafting.select_kv else None,
-            seed=options.sampling.seed if options.sampling.temperature else None,
-            prompt_tokens=len(source_tokens(source) or prompt),
-            plain_ms=parts.curve.pass_ms(self.widths[0]),
-        )
+        rows = selection.rows if selection and drafting.select_kv else None
+        size = len(source_tokens(source) or prompt)
+        ms = parts.curve.pass_ms(self.widths[0])
+        self.stats = options.stats(size, select_kv=rows, plain_ms=ms)
         self.prompt, self._source, self._pictures = prompt, source, pictures
         self.pieces: list[Piece] = []
         self._carried: list[int] = []
         self._target: Target = parts.target
 
     def _thought_rules(
-        self, prompt: list[int], thinking: Thinking | None
+        self, prompt: list[int], thinking: stops.Thinking | None
     ) -> list[ThoughtRules]:
         """The rules of a thought, if it has a limit or comes before a constraint."""
         most, parts = self.options.ending.max_thinking_tokens, self.parts
@@ -161,12 +149,12 @@ class Generation:
                     paused = time.perf_counter()
                     yield piece
                     self.stats.waited_seconds += time.perf_counter() - paused
-                self.watcher.end(LENGTH)
+                self.watcher.end(stops.LENGTH)
             except GeneratorExit:
-                self.watcher.end(CANCELLED)
+                self.watcher.end(stops.CANCELLED)
                 raise
             except KeyboardInterrupt:
-                self.watcher.end(INTERRUPTED)
+                self.watcher.end(stops.INTERRUPTED)
                 raise
             finally:
                 self.stats.finish_reason = self.watcher.reason
@@ -388,22 +376,14 @@ def _check_options(options: Options, parts: LoadedBundle) -> None:
     """Raise `OptionError` for an unusable option; warn if the text is not stored."""
     drafting = options.drafting
     if parts.store_of(drafting.user) is not None and drafting.select_kv:
-        warnings.warn(
-            "with selected KV rows the store keeps nothing of the text, which may not "
-            "be the model's; it is drafted from",
-            stacklevel=2,
-        )
+        fact = "with selected KV rows the store keeps nothing of the text, which may "
+        fact += "not be the model's; it is drafted from"
+        warnings.warn(fact, stacklevel=2)
     vocabulary = parts.bundle.target.contract.vocab_size
     wrong = [t for t in options.penalties.biases if not 0 <= t < vocabulary]
     if wrong:
-        raise OptionError(
-            f"logit bias of token {wrong[0]}, which is outside the vocabulary; ids are "
-            f"0 to {vocabulary - 1}",
-            "logit_bias",
-        )
+        fact = f"logit bias of token {wrong[0]}, which is outside the vocabulary"
+        raise OptionError(f"{fact}; ids are 0 to {vocabulary - 1}", "logit_bias")
     if options.ending.stops and not parts.text.has_tokenizer:
-        raise OptionError(
-            "the bundle has no tokenizer, so no stop string can be found; leave stop "
-            "out",
-            "stop",
-        )
+        fact = "the bundle has no tokenizer, so no stop string can be found"
+        raise OptionError(f"{fact}; leave stop out", "stop")

@@ -253,17 +253,12 @@ class LoadedBundle:
     def split_prompt(self, prompt: list[int]) -> tuple[list[int], list[int]]:
         """Split a prompt into ids for the encoder and the decoder, or `OptionError`."""
         if self.bundle.embedding is not None:
-            raise OptionError(
-                "the bundle's model embeds texts, and writes none; use jetdraft embed "
-                "(Model.embed)",
-                "prompt",
-            )
+            fact = "the bundle's model embeds texts, and writes none"
+            raise OptionError(f"{fact}; use jetdraft embed (Model.embed)", "prompt")
         if self.bundle.speech is not None:
-            raise OptionError(
-                "the bundle's model hears, and reads no text; give a WAV file to "
-                "jetdraft transcribe (Model.transcribe)",
-                "prompt",
-            )
+            fact = "the bundle's model hears, and reads no text"
+            fix = "give a WAV file to jetdraft transcribe (Model.transcribe)"
+            raise OptionError(f"{fact}; {fix}", "prompt")
         start = list(self.bundle.start_token_ids)
         return (prompt, start) if start else ([], prompt)
 
@@ -345,10 +340,9 @@ class LoadedBundle:
         check_on_cpu(HALVES, self.provider, advice, "drafting")
         opener, halves = self._opener, self.bundle.target.halves
         if halves is None:
-            raise DraftingError(
-                "the bundle's target is not cut in halves, since all of its layers "
-                f"have streams; {advice}"
-            )
+            fact = "the bundle's target is not cut in halves, since all of its layers "
+            fact += f"have streams; {advice}"
+            raise DraftingError(fact)
         # They run in turns, and threads that spin after a pass slow the next session.
         threads = opener.threads._replace(spinning=Spinning.IN_PASSES)
         return SplitSessions(
@@ -362,9 +356,8 @@ class LoadedBundle:
         if self.store is not None:
             return self.store.of(user)
         if user and self.learning is None:
-            raise DraftingError(
-                f"user {user!r} needs a store; give --store FILE (store=) too"
-            )
+            fact = f"user {user!r} needs a store; give --store FILE (store=) too"
+            raise DraftingError(fact)
         return None
 
     def remember(self, prompt: Tokens, response: Tokens, user: str = "") -> None:
@@ -389,10 +382,9 @@ class LoadedBundle:
         )
         own_streams = self.options.get("streams") is not None
         if own_streams and target.name == "tensorrt":
-            raise ProviderError(
-                "TensorRT builds weights into its engines and cannot swap streams; "
-                "export the checkpoint that has them, or choose --provider cuda"
-            )
+            fact = "TensorRT builds weights into its engines and cannot swap streams"
+            fix = "export the checkpoint that has them, or choose --provider cuda"
+            raise ProviderError(f"{fact}; {fix}")
         entry, beside = bundle.drafter, self.options.get("drafter_provider")
         if beside is None and own in (None, bundle.provider):
             beside = bundle.drafter_provider
@@ -425,10 +417,9 @@ class LoadedBundle:
         drafter.prepare(exact=False)
         if drafter.contract.reads:
             if self.target.memory.device != drafter.memory.device:
-                raise ProviderError(
-                    "the drafter reads the target's buffers, so both run on one "
-                    "device; leave --drafter-provider out"
-                )
+                fact = "the drafter reads the target's buffers, so both run on one "
+                fact += "device; leave --drafter-provider out"
+                raise ProviderError(fact)
             drafter.target_cache = self.target.cache
         return drafter
 
@@ -450,16 +441,13 @@ class LoadedBundle:
             return None
         bundle, entry = self.bundle, self.bundle.drafter
         if entry is None or opener is None or not entry.contract.learns:
-            raise OptionError(
-                "only a drafter model, or a head of EAGLE or MTP, learns from use; "
-                "export with one of them, or leave --learn out",
-                "learn",
-            )
+            fact = "only a drafter model, or a head of EAGLE or MTP, learns from use"
+            fix = "export with one of them, or leave --learn out"
+            raise OptionError(f"{fact}; {fix}", "learn")
         if opener.provider.name == "tensorrt" or bundle.flavour != CONTRIB:
-            raise ProviderError(
-                "the drafter's weights can be swapped in contrib graphs only; choose "
-                "--drafter-provider cpu or cuda, or leave --learn out"
-            )
+            fact = "the drafter's weights can be swapped in contrib graphs only"
+            fix = "choose --drafter-provider cpu or cuda, or leave --learn out"
+            raise ProviderError(f"{fact}; {fix}")
         vocab_size = bundle.target.contract.vocab_size
         lessons = Lessons(Path(folder), bundle.tokenizer_sha256, vocab_size)
         sets = WeightSets(Path(folder), drafter_sha256(bundle))

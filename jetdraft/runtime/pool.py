@@ -1,7 +1,7 @@
 """Several models over one set of weights, for several generations at once."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from queue import Empty, LifoQueue
 from typing import Unpack
@@ -11,7 +11,7 @@ from jetdraft.runtime.model import Model, load
 from jetdraft.runtime.passes.opener import LoadOptions
 
 
-class Pool:
+class Pool(AbstractContextManager["Pool"]):
     """`size` models of a bundle, each with KV buffers of its own.
 
     On the CPU they share their sessions, and so all weights and cores: a pool answers
@@ -29,9 +29,8 @@ class Pool:
         **options: Unpack[LoadOptions],
     ) -> None:
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise OptionError(
-                f"pool size must be at least 1, not {size!r}; give 1 or more", "size"
-            )
+            fact = f"pool size must be at least 1, not {size!r}; give 1 or more"
+            raise OptionError(fact, "size")
         first = load(path, method=method, **options)
         self.models = [first, *(first.twin() for _ in range(size - 1))]
         self._free: LifoQueue[Model] = LifoQueue()
@@ -47,10 +46,8 @@ class Pool:
         try:
             model = self._free.get(timeout=seconds)
         except Empty:
-            raise JetdraftError(
-                f"all {len(self.models)} models of the pool are generating; wait "
-                "longer, or make a larger pool"
-            ) from None
+            fact = f"all {len(self.models)} models of the pool are generating"
+            raise JetdraftError(f"{fact}; wait longer, or make a larger pool") from None
         try:
             yield model
         finally:
@@ -60,9 +57,6 @@ class Pool:
         """Close all models; raises `JetdraftError` during a generation."""
         for model in self.models:
             model.close()
-
-    def __enter__(self) -> "Pool":
-        return self
 
     def __exit__(self, *error: object) -> None:
         with suppress(JetdraftError) if error[0] else nullcontext():

@@ -6,9 +6,9 @@ Texts that are embedded come as such an iterator too.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, suppress
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -24,7 +24,7 @@ from jetdraft.runtime.piece import Piece, Result
 from jetdraft.runtime.text.stops import CANCELLED, STOP, StopWatcher
 
 
-class Stream:
+class Stream(Iterator[Piece], AbstractContextManager["Stream"]):
     """A generation under way: an iterator of `Piece`, with `stats` that fill up.
 
     It continues the token ids `prompt`. Any thread may `cancel` it. The model is
@@ -40,20 +40,13 @@ class Stream:
     # The stream has its iterator only, so a stream that ended keeps no buffers.
     def __init__(self, generation: Generation) -> None:
         self.stats: Stats = generation.stats
-        self.prompt = generation.prompt
-        self._watcher = generation.watcher
+        self.prompt, self._watcher = generation.prompt, generation.watcher
         self._past_pieces = generation.pieces
         self._with_logprobs = generation.options.logprobs is not None
         self._pieces = generation.run()
 
-    def __iter__(self) -> Stream:
-        return self
-
     def __next__(self) -> Piece:
         return next(self._pieces)
-
-    def __enter__(self) -> Stream:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.close()
@@ -79,7 +72,7 @@ class Stream:
 T = TypeVar("T")
 
 
-class AsyncStream:
+class AsyncStream(AsyncIterator[Piece], AbstractAsyncContextManager["AsyncStream"]):
     """An asynchronous iterator of `Piece`, and a context manager that ends it.
 
     Rounds run in a thread, so the event loop stays free. If a task is cancelled while
@@ -104,9 +97,6 @@ class AsyncStream:
     def cancel(self) -> None:
         """End at the next round, with finish reason "cancelled"."""
         self._stream.cancel()
-
-    def __aiter__(self) -> AsyncStream:
-        return self
 
     async def __anext__(self) -> Piece:
         if self._has_ended:
@@ -140,9 +130,6 @@ class AsyncStream:
             with suppress(RuntimeError):  # an interpreter that ends starts no thread
                 self._thread.submit(self._stream.close)
             self._thread.shutdown(wait=False)
-
-    async def __aenter__(self) -> AsyncStream:
-        return self
 
     async def __aexit__(self, *error: object) -> None:
         await self.aclose()

@@ -10,6 +10,9 @@ from uuid import uuid4
 from jetdraft.server import RequestError
 from jetdraft.server.reply import Chunks, Dialect, Json, Read, Reply
 
+Events = Iterator[tuple[str, Json]]
+Steps = AsyncIterator[tuple[str, int, Any]]
+
 
 @dataclass
 class Block:
@@ -58,9 +61,7 @@ def block_dialect(
     return Dialect(read, whole, *more)
 
 
-async def _steps(
-    chunks: Chunks, blocks: list[Block]
-) -> AsyncIterator[tuple[str, int, Any]]:
+async def _steps(chunks: Chunks, blocks: list[Block]) -> Steps:
     """Yield "start", "delta", "stop" or "error", a place, and the text or the chunk."""
     async for chunk in chunks:
         if "error" in chunk:
@@ -322,7 +323,9 @@ def _item(block: Block, is_done: bool) -> Json:
 
 def _response(reply: Reply, blocks: list[Block], is_done: bool) -> Json:
     cut = {"reason": "max_output_tokens"} if reply.reason == "length" else None
-    status = "incomplete" if cut else "completed"
+    status, usage = "incomplete" if cut else "completed", reply.usage
+    cached = usage["prompt_tokens_details"]["cached_tokens"]
+    thought = usage["completion_tokens_details"]["reasoning_tokens"]
     return {
         **{name: reply.asked.get(name, value) for name, value in _REPEATED.items()},
         **{"id": f"resp_{reply.id}", "object": "response", "model": reply.name},
@@ -331,20 +334,15 @@ def _response(reply: Reply, blocks: list[Block], is_done: bool) -> Json:
         "temperature": reply.request.options["temperature"],
         "status": status if is_done else "in_progress",
         "output": [_item(block, True) for block in blocks],
-        "usage": _response_usage(reply) if is_done else None,
-    }
-
-
-def _response_usage(reply: Reply) -> Json:
-    usage = reply.usage
-    cached = usage["prompt_tokens_details"]["cached_tokens"]
-    thought = usage["completion_tokens_details"]["reasoning_tokens"]
-    return {
-        "input_tokens": usage["prompt_tokens"],
-        "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
-        "output_tokens": usage["completion_tokens"],
-        "output_tokens_details": {"reasoning_tokens": thought},
-        "total_tokens": usage["total_tokens"],
+        "usage": {
+            "input_tokens": usage["prompt_tokens"],
+            "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
+            "output_tokens": usage["completion_tokens"],
+            "output_tokens_details": {"reasoning_tokens": thought},
+            "total_tokens": usage["total_tokens"],
+        }
+        if is_done
+        else None,
     }
 
 
@@ -366,9 +364,7 @@ async def _response_events(chunks: Chunks, reply: Reply) -> Chunks:
     yield numbered(f"response.{response['status']}", response=response)
 
 
-def _block_events(
-    step: str, block: Block, index: int, text: str
-) -> Iterator[tuple[str, Json]]:
+def _block_events(step: str, block: Block, index: int, text: str) -> Events:
     """The events, without "response." and a number, of a step of `_steps`."""
     event, is_call = _KINDS[block.kind][1], block.kind == "call"
     place = {"item_id": _id(block), "output_index": index}

@@ -158,8 +158,7 @@ class Connection(H11Protocol):
         if self.is_idle:
             return False
         if not self._half_closed:
-            self._half_closed = True
-            self.cycle.keep_alive = False
+            self._half_closed, self.cycle.keep_alive = True, False
             self._check_client()
         return True
 
@@ -231,17 +230,6 @@ class Admission:
 
     def check(self, request: Request, needs_key: bool = True) -> None:
         """Raise `RequestError` for a wrong Host header, or key if it `needs_key`."""
-        self._check_host(request)
-        scheme, _, key = request.headers.get("authorization", "").partition(" ")
-        if scheme.lower() != "bearer":
-            key = request.headers.get("x-api-key", "")  # Anthropic's clients
-        is_right = hmac.compare_digest(key.strip().encode(), self._key)
-        if needs_key and self._key and not is_right:
-            fact = "the API key is missing or wrong; send Authorization: Bearer KEY"
-            fact += ", or x-api-key: KEY"
-            raise RequestError(fact, status=401, code="invalid_api_key")
-
-    def _check_host(self, request: Request) -> None:
         header = request.headers.get("host")
         name = None if header is None else host_name(header)
         if name is None and (header is not None or self._local):
@@ -253,6 +241,14 @@ class Admission:
         by_network = client is None or not client[0].startswith(_USER_PREFIX)
         if self._local and by_network and not is_loopback(name or ""):
             raise RequestError(f"{name!r} is not this server; ask for localhost")
+        scheme, _, key = request.headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer":
+            key = request.headers.get("x-api-key", "")  # Anthropic's clients
+        is_right = hmac.compare_digest(key.strip().encode(), self._key)
+        if needs_key and self._key and not is_right:
+            fact = "the API key is missing or wrong; send Authorization: Bearer KEY"
+            fact += ", or x-api-key: KEY"
+            raise RequestError(fact, status=401, code="invalid_api_key")
 
 
 def host_name(header: str) -> str | None:
@@ -278,9 +274,8 @@ def check_origins(origins: Sequence[str], is_open: bool) -> None:
     """Raise `OptionError` for what is no origin, or `*` for a server that `is_open`."""
     for origin in origins:
         if origin == "*" and is_open:
-            raise OptionError(
-                "with --allow-origin '*' any page could ask; give --api-key, or origins"
-            )
+            fact = "with --allow-origin '*' any page could ask"
+            raise OptionError(f"{fact}; give --api-key, or origins")
         if origin != "*" and not _ORIGIN_PATTERN.fullmatch(origin):
             example = "give, for example, http://localhost:3000"
             raise OptionError(f"{origin!r} is no origin; {example}")

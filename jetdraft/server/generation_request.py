@@ -164,11 +164,9 @@ class GenerationRequest(ModelRequest):
         )
         per_token = 1 + (options.get("logprobs") or 0)
         if wanted.count * options["max_new_tokens"] * per_token > MAX_ENTRIES:
-            raise RequestError(
-                f"the texts have more than {MAX_ENTRIES} tokens and log probabilities "
-                "in all; ask for fewer at once",
-                "n",
-            )
+            fact = f"the texts have more than {MAX_ENTRIES} tokens and log "
+            fact += "probabilities in all; ask for fewer at once"
+            raise RequestError(fact, "n")
         return wanted
 
     @property
@@ -314,21 +312,18 @@ def _get_options(body: Body, chat: bool, most: int) -> dict[str, Any]:
     if "prediction" in body:
         options["prediction"] = _read_prediction(body["prediction"])
     if "logit_bias" in body:
-        options["logit_bias"] = _read_biases(body["logit_bias"])
+        try:
+            biases = {int(token): bias for token, bias in body["logit_bias"].items()}
+        except (AttributeError, TypeError, ValueError) as error:
+            rule = "an object from token ids to numbers"
+            raise _field_error("logit_bias", rule) from error
+        options["logit_bias"] = biases
     if chat and body.get("logprobs", False):
         options["logprobs"] = body.get("top_logprobs", 0)
     elif not chat and "logprobs" in body:
         options["logprobs"] = body["logprobs"]
     schema = _read_schema(body.get("response_format", {"type": "text"}))
     return options if schema is None else options | {"json_schema": schema}
-
-
-def _read_biases(field: Any) -> dict[int, Any]:
-    try:
-        return {int(token): bias for token, bias in field.items()}
-    except (AttributeError, TypeError, ValueError) as error:
-        rule = "an object from token ids to numbers"
-        raise _field_error("logit_bias", rule) from error
 
 
 def _read_schema(form: object) -> dict[str, Any] | None:
@@ -366,10 +361,8 @@ def _read_prompts(prompt: object) -> list[Prompt]:
 
 
 def _read_messages(messages: object) -> list[Message]:
-    return [
-        _read_message(message, f"messages[{place}]")
-        for place, message in enumerate(check_messages(messages))
-    ]
+    numbered = enumerate(check_messages(messages))
+    return [_read_message(message, f"messages[{at}]") for at, message in numbered]
 
 
 def _read_message(message: Message, at: str) -> Message:
@@ -395,9 +388,8 @@ def _read_message(message: Message, at: str) -> Message:
     if calls is not None:
         if not isinstance(calls, list):
             raise _field_error(place, "a list of calls")
-        changed["tool_calls"] = [
-            _read_call(call, f"{place}[{number}]") for number, call in enumerate(calls)
-        ]
+        numbered = enumerate(calls)
+        changed["tool_calls"] = [_read_call(c, f"{place}[{n}]") for n, c in numbered]
     return changed
 
 

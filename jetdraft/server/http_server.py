@@ -7,7 +7,7 @@ import signal
 import socket
 import stat
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -138,23 +138,19 @@ def _error_handler() -> Callable[[asyncio.AbstractEventLoop, dict[str, Any]], No
             loop.default_exception_handler(context)
         elif loop.time() > silent_until:
             silent_until = loop.time() + 60.0
-            logging.getLogger("uvicorn.error").error(
-                "no file is left for a new connection (%s); raise `ulimit -n`",
-                context.get("exception"),
-            )
+            fact = "no file is left for a new connection (%s); raise `ulimit -n`"
+            logging.getLogger("uvicorn.error").error(fact, context.get("exception"))
 
     return report
 
 
-def run(
-    service: Service, listeners: Sequence[socket.socket], host: str, drain: int
-) -> None:
+def run(service: Service, sockets: list[socket.socket], host: str, drain: int) -> None:
     """Run an `HttpServer` on the listening sockets; returns when it has ended."""
     # asyncio logs a warning for each write to a client that has gone.
     logging.getLogger("asyncio").setLevel(logging.ERROR)
     # uvicorn raises the signal again after the last answer.
     with suppress(KeyboardInterrupt, SystemExit):
-        HttpServer(service, host, drain).run(sockets=list(listeners))
+        HttpServer(service, host, drain).run(sockets=sockets)
 
 
 class Systemd:

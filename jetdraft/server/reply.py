@@ -265,10 +265,8 @@ class Reply:
 
 
 def _draft_marks(texts: Sequence[str], flags: Sequence[bool]) -> list[Json]:
-    return [
-        {"text": text, "drafted": drafted}
-        for text, drafted in zip(texts, flags, strict=True)
-    ]
+    pairs = zip(texts, flags, strict=True)
+    return [{"text": text, "drafted": drafted} for text, drafted in pairs]
 
 
 @dataclass(frozen=True)

@@ -113,7 +113,7 @@ def test_help_prints_each_option_once_under_its_group(words):
 
 def test_a_group_that_is_none_is_refused():
     with pytest.raises(ValueError, match="unknown group"):
-        option("misc", "--x", help="X.")
+        option("misc --x", "X.")
 
 
 TWICE = {"-p": "embed", "--prompt": "embed", "--adapter": "export"}

@@ -57,48 +57,39 @@ ALL = "all"
 @click.command("recipes", cls=StandaloneCommand)
 @click.argument("target")
 @option(
-    "checkpoint",
-    "--drafter",
-    help="A drafter; measures the acceptance and speed of the pair too.",
+    "checkpoint --drafter",
+    "A drafter; measures the acceptance and speed of the pair too.",
 )
 @option(
-    "quantization",
-    "--recipes",
+    "quantization --recipes",
+    "Comma list of recipes, for example int4-rtn-b32,int4-gptq-b64; or all.",
     default=ALL,
-    show_default=True,
-    help="Comma list of recipes, for example int4-rtn-b32,int4-gptq-b64; or all.",
 )
 @option(
-    "quantization",
-    "--drafter-recipes",
-    default=ALL,
-    show_default=True,
-    help="Comma list of the drafter's recipes, or all; each is paired with each "
+    "quantization --drafter-recipes",
+    "Comma list of the drafter's recipes, or all; each is paired with each "
     "recipe of the target.",
+    default=ALL,
 )
 @option(
-    "quantization",
-    "--calibration",
+    "quantization --calibration",
+    "A text for recipes with gptq or kv8; default: a text of the unquantized target.",
     type=PATH,
-    help="A text for recipes with gptq or kv8; default: a text of the "
-    "unquantized target.",
 )
 @option(
-    "measurement",
-    "--text",
+    "measurement --text",
+    "A text to measure on; default: a text of the unquantized target.",
     type=PATH,
-    help="A text to measure on; default: a text of the unquantized target.",
 )
 @keyword_flags(LoadOptions, only=("threads",))
 @json_option
 @report_option
 @option(
-    "output",
-    "--picture",
+    "output --picture",
+    "Draw bytes and speed-up over the KL divergence as a PNG; needs matplotlib.",
     metavar="FILE",
     type=PATH,
     callback=lambda context, param, value: _new_picture(value),
-    help="Draw bytes and speed-up over the KL divergence as a PNG; needs matplotlib.",
 )
 def main(
     target: str,

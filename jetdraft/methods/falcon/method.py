@@ -9,7 +9,6 @@ from jetdraft.runtime.drafts.rows import Rows
 from jetdraft.runtime.passes.answer import Answer
 from jetdraft.runtime.proposers.drafter_methods import token_drafter, token_proposer
 from jetdraft.runtime.proposers.model_proposer import distributions
-from jetdraft.runtime.sampling.chooser import Chooser
 from jetdraft.runtime.trees.shapes import Shape, Tree
 
 
@@ -19,13 +18,11 @@ class BlockLevels:
     def __init__(self, shape: Shape) -> None:
         self.shape = shape
 
-    def __call__(
-        self, cache: DraftCache, answer: Answer, tree: Tree, chooser: Chooser
-    ) -> Rows:
+    def __call__(self, cache: DraftCache, answer: Answer, tree: Tree) -> Rows:
         """Grow the tree; one pass fills the blocks that follow the rows of a level."""
         assert isinstance(cache, AheadCache)
         assert cache.block is not None
-        size, filled = cache.size, 0
+        size, filled, chooser = cache.size, 0, tree.chooser
         levels = [distributions(level, chooser)[0] for level in cache.block.levels]
         # For the root and the last row of each block: what its block guesses.
         guesses = {0: (cache.block, levels)}

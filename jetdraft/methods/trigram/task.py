@@ -30,11 +30,10 @@ def write_table(corpus: Sequence[Path], bundle: Bundle, output: Path) -> Counts:
 @click.command("trigram", cls=Command)
 @click.argument("corpus", nargs=-1, required=True, type=PATH)
 @option(
-    "checkpoint",
-    "--bundle",
+    "checkpoint --bundle",
+    "The bundle whose tokenizer reads the corpus.",
     required=True,
     type=PATH,
-    help="The bundle whose tokenizer reads the corpus.",
 )
 @output_option("Write the table to this file.")
 def command(corpus: tuple[Path, ...], bundle: Path, output: Path) -> None:

@@ -138,14 +138,9 @@ class AheadCache(DraftCache):
                 features.append(start.features[row : row + size].reshape(-1))
                 recent.append(text[row : row + size - 1])
             all_slots.append(slots)
-        answer = self.graph.run_branches(
-            tokens,
-            depths,
-            ancestors,
-            filled,
-            features=np.stack(features),
-            recent=np.array(recent, np.int64),
-        )
+        given = tokens, depths, ancestors, filled
+        read = np.stack(features), np.array(recent, np.int64)
+        answer = self.graph.run_branches(*given, features=read[0], recent=read[1])
         self._passes = self.graph.passes
         assert answer.carried is not None
         behind = []
@@ -183,12 +178,9 @@ class AheadCache(DraftCache):
             recent = sliding_window_view([*tail, *tokens[:-1]], self.size - 1)
             features = self._target_features(first, count)
             windows = sliding_window_view(features, self.size, axis=0)
-            self.graph.run(
-                tokens,
-                last_only=True,
-                features=windows.swapaxes(1, 2).reshape(count, -1),
-                recent=recent.astype(np.int64),
-            )
+            features, recent = windows.swapaxes(1, 2), recent.astype(np.int64)
+            features = features.reshape(count, -1)
+            self.graph.run(tokens, True, features=features, recent=recent)
             self._append_rows(tokens)
 
     def _tokens_before(self, text: Tokens, row: int) -> tuple[int, ...]:
@@ -200,10 +192,8 @@ class AheadCache(DraftCache):
         """The target's features [k - 1 + count, w] from `row` - (k - 1) on."""
         start = len(self.seen) - len(self._features)
         width = self.graph.contract.feature_input
-        rows = [
-            self._features[index - start] if index >= start else np.zeros(width)
-            for index in range(row + 1 - self.size, row + count)
-        ]
+        places = range(row + 1 - self.size - start, row + count - start)
+        rows = [self._features[at] if at >= 0 else np.zeros(width) for at in places]
         return np.array(rows, np.float32)
 
     @property

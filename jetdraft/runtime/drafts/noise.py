@@ -28,10 +28,8 @@ _FACTOR_2 = 0x94D049BB133111EB
 _MASK_64 = (1 << 64) - 1
 
 # numpy takes arrays faster than numbers. `_PLACE` masks an id's place in its block.
-_G, _M1, _M2, _30, _27, _31, _12, _PLACE = (
-    np.array(x, np.uint64)
-    for x in (_GOLDEN, _FACTOR_1, _FACTOR_2, 30, 27, 31, 12, BLOCK - 1)
-)
+_NUMBERS = (_GOLDEN, _FACTOR_1, _FACTOR_2, 30, 27, 31, 12, BLOCK - 1)
+_G, _M1, _M2, _30, _27, _31, _12, _PLACE = (np.array(x, np.uint64) for x in _NUMBERS)
 
 
 def _mix(x: UInt64s) -> None:
@@ -105,9 +103,8 @@ def exponentials_below(
     [n] and `most` float64 [n] are by row. A pair at `most` itself may come too.
     """
     blocks = -(-vocab_size // BLOCK)
-    places = [
-        (_draw_strip(seed, p // STRIP, blocks), p % STRIP) for p in positions.tolist()
-    ]
+    parts = (divmod(position, STRIP) for position in positions.tolist())
+    places = [(_draw_strip(seed, number, blocks), place) for number, place in parts]
     floors = [strip.floors[place] for strip, place in places]
     if not any(map(lt, floors, most.tolist())):
         return _NO_IDS, _NO_IDS, np.zeros(0)

@@ -108,10 +108,9 @@ class Rows:
             raise DraftingError("a draft needs a root, and a parent for every row")
         for row, parent in enumerate(self.parents):
             if (parent != -1) if row == 0 else not 0 <= parent < row:
-                raise DraftingError(
-                    f"row {row} of the draft has parent {parent}; the root's is -1 and "
-                    "parents come before their children"
-                )
+                fact = f"row {row} of the draft has parent {parent}"
+                fix = "the root's is -1 and parents come before their children"
+                raise DraftingError(f"{fact}; {fix}")
 
     @property
     def ancestors(self) -> list[list[int]]:
@@ -152,10 +151,8 @@ class Rows:
         The last pair is (n, n) if the path ends above n wrong children.
         """
         below = [self.children(row) for row in path]
-        ranks = [
-            (siblings.index(row), len(siblings))
-            for siblings, row in zip(below, path[1:], strict=False)
-        ]
+        steps = zip(below, path[1:], strict=False)
+        ranks = [(siblings.index(row), len(siblings)) for siblings, row in steps]
         left = len(below[-1])
         return [*ranks, (left, left)] if left else ranks
 

@@ -4,6 +4,7 @@ import sqlite3
 import time
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,9 +57,7 @@ class ResponseStore:
         most_entries: int = MAX_ENTRIES,
         most_days: float = MAX_DAYS,
     ) -> None:
-        self.file = file
-        self.most_entries = most_entries
-        self.most_days = most_days
+        self.file, self.most_entries, self.most_days = file, most_entries, most_days
         self._most_token = vocab_size - 1
         self._store_file = StoreFile(file, tokenizer, _TABLES)
         self._by_user: dict[str, ResponseStore] = {user: self}
@@ -105,17 +104,15 @@ class ResponseStore:
             for key in keys:
                 entry = known.get(key)
                 if entry is None:
-                    row = database.execute(
-                        "select id, used, prompt, response, vector from entries"
-                        " where id = ?",
-                        key[:1],
-                    ).fetchone()
-                    entry = _parse_entry(*row)
-                if entry is None:
-                    continue
+                    query = "select prompt, response, vector from entries where id = ?"
+                    row = database.execute(query, key[:1]).fetchone()
+                    with suppress(ValueError, TypeError):  # of a poisoned file
+                        texts = [np.frombuffer(ids, "u4").tolist() for ids in row[:2]]
+                        vector = np.frombuffer(row[2], "f4")
+                        entry = Entry(texts[0], texts[1], vector, key[1], key[0])
                 # A drafter must be able to read it, also if it is poisoned.
-                largest = max([*entry.prompt, *entry.response], default=0)
-                if largest <= self._most_token:
+                tokens = [*entry.prompt, *entry.response] if entry else []
+                if entry and max(tokens, default=0) <= self._most_token:
                     entries.append(entry)
         return entries
 
@@ -132,24 +129,20 @@ class ResponseStore:
             self._write_entry(entry)
             self.entries = self._read_entries()
         except (sqlite3.Error, StoreError) as error:
-            warnings.warn(
-                f"the response could not be kept in {self.file} ({error})", stacklevel=2
-            )
+            fact = f"the response could not be kept in {self.file} ({error})"
+            warnings.warn(fact, stacklevel=2)
 
     def _write_entry(self, entry: Entry) -> None:
         """Write an entry, drop the request's earlier entry; raises `sqlite3.Error`."""
         if self._store_file.is_missing():
             self._store_file.create_or_check()
-        prompt, response = (
-            np.asarray(tokens, np.uint32).tobytes()
-            for tokens in (entry.prompt, entry.response)
-        )
+        texts = (entry.prompt, entry.response)
+        prompt, response = (np.asarray(ids, np.uint32).tobytes() for ids in texts)
         key = self.user, prompt
         vector = entry.vector.astype(np.float32).tobytes()
         with self._store_file.connect() as database:
-            earlier = database.execute(
-                "select response from entries where user = ? and prompt = ?", key
-            ).fetchone()
+            query = "select response from entries where user = ? and prompt = ?"
+            earlier = database.execute(query, key).fetchone()
             # Of the same response that was cut earlier, keep the longer text.
             if earlier and isinstance(earlier[0], bytes):
                 response = earlier[0] if earlier[0].startswith(response) else response
@@ -171,21 +164,6 @@ class ResponseStore:
         count = self._store_file.clear("entries", self.user)
         self.entries = []
         return count
-
-
-def _parse_entry(
-    key: int, used: float, prompt: bytes, response: bytes, vector: bytes
-) -> Entry | None:
-    try:
-        return Entry(
-            prompt=np.frombuffer(prompt, np.uint32).tolist(),
-            response=np.frombuffer(response, np.uint32).tolist(),
-            vector=np.frombuffer(vector, np.float32),
-            used=used,
-            id=key,
-        )
-    except (ValueError, TypeError):
-        return None
 
 
 class Similarity:

@@ -71,18 +71,15 @@ class Counts:
     @classmethod
     def load(cls, file: Path, tokenizer: str, vocab_size: int) -> "Counts":
         """Read what `save` wrote; raise `StoreError` for another tokenizer's file."""
-        refusal = StoreError(
-            f"cannot read a table from {file}; give a file of jetdraft train trigram"
-        )
+        fix = "give a file of jetdraft train trigram"
+        refusal = StoreError(f"cannot read a table from {file}; {fix}")
         arrays = read_arrays(file, refusal)
         owner = str(arrays.pop("tokenizer", ""))
         if arrays.keys() != cls.__dataclass_fields__.keys():
             raise refusal
         if owner != tokenizer:
-            raise StoreError(
-                f"the table {file} belongs to another tokenizer; train a table for "
-                "this bundle"
-            )
+            fact = f"the table {file} belongs to another tokenizer"
+            raise StoreError(f"{fact}; train a table for this bundle")
         counts = cls(**arrays)
         if not counts.is_whole(vocab_size):
             raise refusal
@@ -207,15 +204,11 @@ class TreeSearch:
                 self._nodes[index].visits += 1
                 self._nodes[index].score += score
         # A parent has at least as many visits as its children, so it comes first.
-        order = sorted(
-            range(1, len(self._nodes)), key=lambda i: (-self._nodes[i].visits, i)
-        )
+        order = sorted(range(1, len(self._nodes)), key=lambda i: -self._nodes[i].visits)
         nodes = [i for i in order[:budget] if self._nodes[i].visits]
         rows = {0: 0} | {index: row for row, index in enumerate(nodes, start=1)}
-        return (
-            [self._nodes[index].token for index in nodes],
-            [rows[self._nodes[index].parent] for index in nodes],
-        )
+        kept = [self._nodes[index] for index in nodes]
+        return [node.token for node in kept], [rows[node.parent] for node in kept]
 
     def _descend(self) -> list[int]:
         """Choose the path from the root to a leaf, and expand the nodes on it."""
@@ -229,10 +222,8 @@ class TreeSearch:
                     self._nodes.append(Node(token, path[-1], share))
             if not node.children:
                 break
-            values = [
-                puct(child.score, child.visits, node.visits, child.share)
-                for child in map(self._nodes.__getitem__, node.children)
-            ]
+            below = (self._nodes[child] for child in node.children)
+            values = [puct(c.score, c.visits, node.visits, c.share) for c in below]
             path.append(node.children[values.index(max(values))])
             if not self._nodes[path[-1]].visits:
                 break

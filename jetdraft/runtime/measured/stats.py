@@ -123,14 +123,9 @@ class Stats:
         choice = f"{round_.method}:{round_.drafted}" if round_.drafted else "none"
         self.rounds_by_choice[choice] += 1
         spent = round_.target_seconds + round_.draft_seconds + round_.commit_seconds
-        share = MethodStats(
-            rounds=1,
-            drafted_tokens=round_.drafted,
-            accepted_tokens=round_.accepted,
-            new_tokens=committed,
-            saved_ms=committed * self.plain_ms - 1e3 * spent,
-            evaluated_tokens=round_.evaluated,
-        )
+        counts = round_.drafted, round_.accepted, committed
+        saved_ms = committed * self.plain_ms - 1e3 * spent
+        share = MethodStats(1, *counts, saved_ms, round_.evaluated)
         self.by_method.setdefault(round_.method, MethodStats()).merge(share)
         if round_.off:
             self.off[round_.off] += 1
@@ -143,8 +138,7 @@ class Stats:
         """
         if self.target_passes == 1:
             # Prefill and the first round are not decoding.
-            self.time_to_first_token = elapsed
-            self.first_tokens = tokens
+            self.time_to_first_token, self.first_tokens = elapsed, tokens
             self.generations = 1
         self.session_seconds = session_seconds
         self.decode_seconds = elapsed - self.time_to_first_token
@@ -372,15 +366,11 @@ class GuessRates:
                 rank = guessed.index(token) if token in guessed else -1
                 self.settled += 1
                 self._trials[depth] = self._trials[depth] * self.MEMORY + 1
-                self._hits[depth] = [
-                    hits * self.MEMORY + (of_rank == rank)
-                    for of_rank, hits in enumerate(self._hits[depth])
-                ]
+                hits = enumerate(self._hits[depth])
+                self._hits[depth] = [n * self.MEMORY + (i == rank) for i, n in hits]
 
     @property
     def ranks(self) -> list[list[float]]:
         """The rate of each rank at each depth, best guess first."""
-        return [
-            [hits / trials for hits in of_ranks]
-            for of_ranks, trials in zip(self._hits, self._trials, strict=True)
-        ]
+        pairs = zip(self._hits, self._trials, strict=True)
+        return [[hits / trials for hits in of_ranks] for of_ranks, trials in pairs]

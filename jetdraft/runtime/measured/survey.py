@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, product
 from threading import RLock
 
 import numpy as np
@@ -92,11 +92,8 @@ class Survey:
                 self._curve.expert = self._measure_expert_ms()
             self._time_drafter()
             self._widths = widths
-            until = 1e-3 * FIRST_MS + start
-            while (
-                self.steps_left
-                and time.perf_counter() + self._estimate_step_seconds() <= until
-            ):
+            until, clock = 1e-3 * FIRST_MS + start, time.perf_counter
+            while self.steps_left and clock() + self._step_seconds() <= until:
                 self._do_next_step()
             self._save()
             # Until now no other thread may claim the buffers.
@@ -144,7 +141,7 @@ class Survey:
         if self.profiles is not None:
             self.profiles.write_survey(self.widths, self._curve)
 
-    def _estimate_step_seconds(self) -> float:
+    def _step_seconds(self) -> float:
         """An estimate of the seconds of the next step, by the curve so far."""
         known, curve, places = self.widths, self._curve, len(self._starts)
         widest = known.exact[-1]
@@ -172,12 +169,9 @@ class Survey:
         """Return `known`, with the agreement of probes, trees and skips measured."""
         contract, exact = self.target.contract, known.exact
         skips = contract.tree and all(self._agrees(w, skip_modes(w)) for w in exact)
-        return replace(
-            known,
-            probes_agree=all(self._agrees(w, probe_modes(contract)) for w in exact),
-            trees_agree=skips or all(self._agrees(w, self._tree_modes) for w in exact),
-            skips_agree=skips,
-        )
+        probes = all(self._agrees(w, probe_modes(contract)) for w in exact)
+        trees = skips or all(self._agrees(w, self._tree_modes) for w in exact)
+        return replace(known, probes_agree=probes, trees_agree=trees, skips_agree=skips)
 
     def _do_next_step(self) -> None:
         """Compare the next width, or at last the passes that read prompts."""
@@ -390,11 +384,8 @@ def probe_modes(contract: StepContract) -> list[PassMode]:
     """The modes with probes: of all rows or the last, in chain and tree passes."""
     if not contract.streams:
         return []
-    return [
-        (Probing(contract.streams, last_only), skipped)
-        for skipped in ((None, 0) if contract.tree else (None,))
-        for last_only in (False, True)
-    ]
+    modes = product((None, 0) if contract.tree else (None,), (False, True))
+    return [(Probing(contract.streams, last), skipped) for skipped, last in modes]
 
 
 def skip_modes(width: int) -> list[PassMode]:

@@ -153,10 +153,8 @@ class Profiles:
             reason = f"it was measured elsewhere: {differences}"
         except _READ_ERRORS as error:
             reason = f"it is malformed ({error})"
-        warnings.warn(
-            f"{self.tuning_file} is not used: {reason}; run jetdraft tune again",
-            stacklevel=5,
-        )
+        fact = f"{self.tuning_file} is not used: {reason}; run jetdraft tune again"
+        warnings.warn(fact, stacklevel=5)
         return None
 
     def drafter_threads(self) -> int | None:
@@ -177,8 +175,6 @@ class Profiles:
             with replacing(file) as partial:
                 partial.write_text(f"{text}\n", encoding="utf-8")
         except OSError as error:
-            warnings.warn(
-                f"the measurement could not be kept in {file} ({error.strerror}), so "
-                "it is repeated next time; make the folder writable",
-                stacklevel=5,
-            )
+            fact = f"the measurement could not be kept in {file} ({error.strerror}), "
+            fact += "so it is repeated next time; make the folder writable"
+            warnings.warn(fact, stacklevel=5)

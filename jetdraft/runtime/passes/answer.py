@@ -14,14 +14,8 @@ from jetdraft.contracts.tensors import Float32s, Int64s
 from jetdraft.runtime.drafts.rows import NO_PROBING, Probes, Probing, Rows, Tokens
 from jetdraft.runtime.passes.buffers import Cache, Tensor
 
-
-class LogitsSource(Protocol):
-    """Fills an answer's logits when they are first read."""
-
-    def fetch(self) -> None:
-        """Fill the array, unless that was done before."""
-
-
+Tensors = Mapping[str, Tensor]  # By name.
+Ran = tuple["Rows", "Answer"]  # The rows of a draft that ran, and their answer.
 Pick = Callable[[Int64s, Int64s], Float32s]  # The logits of pairs of row and token.
 
 
@@ -48,7 +42,7 @@ class Answer:
     experts: Int64s | None = None
     probes: Mapping[int, Answer] = field(default_factory=dict, repr=False)
     _parts: dict[int, Answer] = field(default_factory=dict, repr=False, init=False)
-    _source: LogitsSource | None = field(default=None, repr=False)
+    _fetch: Callable[[], None] | None = field(default=None, repr=False)
     _pick: Pick | None = field(default=None, repr=False)
 
     @property
@@ -64,8 +58,8 @@ class Answer:
     @property
     def logits(self) -> Float32s:
         """All logits of the rows, float32 [m, vocab]; the first read may fetch them."""
-        if self._source is not None:
-            self._source.fetch()
+        if self._fetch is not None:
+            self._fetch()
         return self._logits
 
     def logits_at(self, rows: Int64s, ids: Int64s) -> Float32s:
@@ -107,36 +101,30 @@ class Answer:
             None if self._logsumexp is None else self._logsumexp[which],
             self._logits[which],
             None if self.hidden is None else self.hidden[which],
-            _source=self._source,
+            _fetch=self._fetch,
         )
 
 
-def answer_of(
-    tensors: Mapping[str, Tensor], contract: StepContract, probes: Probes
-) -> Answer:
+def answer_of(tensors: Tensors, contract: StepContract, probes: Probes) -> Answer:
     """The answer in a binding's outputs: views, so each pass overwrites it."""
     optional = {"hidden", "features", "carried", "experts"} & tensors.keys()
     more: dict[str, Any] = {name: tensors[name].array[0] for name in optional}
     answer = replace(_answer_from(tensors, ""), **more)
     if contract.draft_vocab:
-        answer = replace(answer, _logits=answer.candidate_logits, _source=None)
+        answer = replace(answer, _logits=answer.candidate_logits, _fetch=None)
     if not probes.total:
         return answer
     all_probes, ends = _answer_from(tensors, "probe_"), list(accumulate(probes.counts))
-    return replace(
-        answer,
-        probes={
-            row: all_probes.rows(slice(ends[row] - probes.counts[row], ends[row]))
-            for row in probes.carriers
-        },
-    )
+    parts = {r: slice(ends[r] - probes.counts[r], ends[r]) for r in probes.carriers}
+    by_row = {row: all_probes.rows(part) for row, part in parts.items()}
+    return replace(answer, probes=by_row)
 
 
-def _answer_from(tensors: Mapping[str, Tensor], prefix: str) -> Answer:
+def _answer_from(tensors: Tensors, prefix: str) -> Answer:
     """The answer in the four outputs whose names begin with `prefix`."""
     names = ("candidates", "candidate_logits", "logsumexp", "logits")
     ids, values, sums, logits = (tensors[prefix + name].array[0] for name in names)
-    return Answer(ids, values, sums, logits, _source=tensors[f"{prefix}logits"])
+    return Answer(ids, values, sums, logits, _fetch=tensors[f"{prefix}logits"].fetch)
 
 
 class Target(Protocol):
@@ -161,9 +149,7 @@ class Target(Protocol):
         """
         ...
 
-    def verify(
-        self, rows: Rows, width: int, probing: Probing = NO_PROBING
-    ) -> tuple[Rows, Answer]:
+    def verify(self, rows: Rows, width: int, probing: Probing = NO_PROBING) -> Ran:
         """Run a draft in a pass; return the rows that ran, and their answer."""
         ...
 

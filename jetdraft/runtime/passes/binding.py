@@ -14,7 +14,7 @@ from jetdraft.ort import ort
 from jetdraft.runtime.passes.buffers import HOST, Memory, Tensor, run_bound
 
 VisibleSlots = Sequence[Sequence[int]]  # Slots that a row attends to beside its own.
-_Visibility = tuple[tuple[tuple[int, ...], ...], int]  # Slots by row; slots filled.
+_Slots = tuple[tuple[int, ...], ...]  # By row.
 STEADY = ("answer_rows", "probe_rows", "probe_ids", "prefix_rows", "draft_mask")
 ON_REQUEST = ("logits", "probe_logits")  # Copied when the host reads them.
 
@@ -24,6 +24,7 @@ class PassBinding:
 
     `tensors` holds them by name, `arrays` their arrays on the host. `buffers` are KV
     buffers and recurrent states by input; another graph's `borrowed` are only read.
+    `sizes` are as `TensorSpec.shape_for` takes them.
     """
 
     def __init__(
@@ -32,16 +33,11 @@ class PassBinding:
         inputs: Sequence[TensorSpec],
         outputs: Sequence[TensorSpec],
         buffers: Mapping[str, ort.OrtValue],
-        rows: int,
-        answers: int,
-        probes: int,
+        sizes: Sequence[int],
         memory: Memory = HOST,
-        members: int = 1,
-        prefix: int = 0,
         borrowed: Mapping[str, ort.OrtValue] = MappingProxyType({}),
     ) -> None:
-        self.session = session
-        self._memory = memory
+        self.session, self._memory = session, memory
         self.io = session.io_binding()
         # A value can share the memory of its array, so both must stay alive.
         self.tensors: dict[str, Tensor] = {}
@@ -50,7 +46,7 @@ class PassBinding:
         for spec in (*inputs, *outputs):
             if spec.name not in fixed:
                 place = HOST if spec.name in memory.on_host else memory
-                shape = spec.shape_for(rows, answers, probes, members, prefix)
+                shape = spec.shape_for(*sizes)
                 self.tensors[spec.name] = place.tensor(shape, spec.dtype)
         own = {name: tensor.value for name, tensor in self.tensors.items()}
         values = {**own, **fixed}
@@ -66,10 +62,9 @@ class PassBinding:
         others = [(n, n in read, t) for n, t in self.tensors.items() if n not in STEADY]
         self._uploads = [tensor for _, is_read, tensor in others if is_read]
         self._on_request = [self.tensors[n] for n in ON_REQUEST if n in self.tensors]
-        self._downloads = [
-            t for n, is_read, t in others if not (is_read or n in ON_REQUEST)
-        ]
-        self._mask_shows: _Visibility | None = None
+        written = [(name, tensor) for name, is_read, tensor in others if not is_read]
+        self._downloads = [tensor for name, tensor in written if name not in ON_REQUEST]
+        self._mask_shows: tuple[_Slots, int] | None = None
         # To set an item of a view takes a tenth of the time of a numpy call.
         self.cursor = self.view("cursor")
         self.total_length = self.view("total_length")
@@ -118,7 +113,7 @@ class PassBinding:
         if shown != self._mask_shows:
             self._write_draft_mask(shown)
 
-    def _write_draft_mask(self, shown: _Visibility | None) -> None:
+    def _write_draft_mask(self, shown: tuple[_Slots, int] | None) -> None:
         """Write the draft mask in place; with None no slot is hidden."""
         mask = self.arrays["draft_mask"]
         mask[:] = 0
@@ -130,9 +125,7 @@ class PassBinding:
 
 
 @lru_cache(maxsize=256)
-def _hidden_slots(
-    visible: tuple[tuple[int, ...], ...], filled: int
-) -> npt.NDArray[np.uint8]:
+def _hidden_slots(visible: _Slots, filled: int) -> npt.NDArray[np.uint8]:
     """The mask uint8 [filled + rows, rows]: 1 where a slot is hidden from a row."""
     mask = np.ones((filled + len(visible), len(visible)), np.uint8)
     for row, slots in enumerate(visible):

@@ -32,12 +32,12 @@ def run_bound(
         if not re.search(rf"({'|'.join(OPERATORS)}) node\. ", str(error)):
             raise
         reason = str(error).partition("Status Message: ")[2]
-        raise ContractError(
-            f"a graph of the bundle cannot run ({reason}); export the bundle again "
-            "with this version"
-        ) from error
+        fact = f"a graph of the bundle cannot run ({reason})"
+        fix = "export the bundle again with this version"
+        raise ContractError(f"{fact}; {fix}") from error
 
 
+@dataclass(eq=False)
 class Tensor:
     """A fixed `value` to bind, and the `array` with the same content on the host.
 
@@ -45,13 +45,10 @@ class Tensor:
     `fetch` downloads only if the array is `stale`, that is, older than the last pass.
     """
 
-    def __init__(
-        self, array: npt.NDArray[Any], value: ort.OrtValue, memory: "Memory"
-    ) -> None:
-        self.array = array
-        self.value = value
-        self.stale = False
-        self._memory = memory
+    array: npt.NDArray[Any]
+    value: ort.OrtValue
+    _memory: "Memory"
+    stale: bool = False
 
     def upload(self) -> None:
         if self._memory.copies:
@@ -84,9 +81,8 @@ class Memory:
             value = ort.OrtValue.ortvalue_from_numpy(array)
         else:
             with self.exclusive_use():
-                value = ort.OrtValue.ortvalue_from_shape_and_type(
-                    shape, np.dtype(dtype).type, self.device, 0
-                )
+                given = shape, array.dtype.type, self.device, 0
+                value = ort.OrtValue.ortvalue_from_shape_and_type(*given)
                 if array.size:
                     value.update_inplace(array)
         return Tensor(array, value, self)
@@ -126,9 +122,7 @@ class Cache:
         # A biased pass over all slots is a first prompt to onnxruntime's attention,
         # which counts the positions of such a pass in place of reading them.
         self._widest = contract.slots - int(contract.has_bias)
-        self.length = 0
-        self.seconds = 0.0
-        self.memory = memory
+        self.length, self.seconds, self.memory = 0, 0.0, memory
         tensors = memory.tensors(contract.buffers("past"))
         self.buffers = {name: tensor.value for name, tensor in tensors.items()}
         self._compaction = compaction
@@ -214,10 +208,8 @@ class Cache:
 
     def forms(self, rows: int) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
         """The shapes and types of what `copy_rows` gives."""
-        shapes = {
-            name: ((*buffer.shape()[:2], rows, buffer.shape()[3]), buffer.numpy().dtype)
-            for name, buffer in self.buffers.items()
-        }
+        kv = {name: buffer.numpy() for name, buffer in self.buffers.items()}
+        shapes = {n: ((*a.shape[:2], rows, a.shape[3]), a.dtype) for n, a in kv.items()}
         states = self._state_arrays().items()
         return shapes | {n: (array.shape, array.dtype) for n, array in states}
 
@@ -251,6 +243,12 @@ class Cache:
         if kept < len(path):
             self._move_rows([self.length + r for r in path[kept:]], self.length + kept)
         self.advance(len(path))
+
+    def advance_to_gap(self, path: Sequence[int]) -> int:
+        """Commit the rows of a path before its first gap; returns how many."""
+        proven = gapless_length(path)
+        self.advance(proven)
+        return proven
 
     def _move_rows(self, source: list[int], target: int) -> None:
         if self._compaction is None:
@@ -300,16 +298,12 @@ class SourceBuffers:
     """The cross buffers of a decoder; an encoder writes them in place, in `seconds`."""
 
     def __init__(
-        self,
-        session: ort.InferenceSession,
-        contract: StepContract,
-        memory: Memory = HOST,
+        self, session: ort.InferenceSession, contract: StepContract, memory: Memory
     ) -> None:
         self._input = contract.encoder_input
         check_tensors((self._input,), session.get_inputs(), "the encoder's inputs")
-        check_tensors(
-            contract.cross_inputs, session.get_outputs(), "the encoder's outputs"
-        )
+        outputs = session.get_outputs()
+        check_tensors(contract.cross_inputs, outputs, "the encoder's outputs")
         self.slots = contract.source_slots
         self.tokens: list[int] = []
         self.seconds = 0.0

@@ -11,15 +11,8 @@ from jetdraft.contracts.constants import WIDEST
 from jetdraft.contracts.step_contract import SELECTING, STATE_ROWS, Reading
 from jetdraft.contracts.tensors import Float32s, Int64s
 from jetdraft.ort import ort
-from jetdraft.runtime.drafts.rows import (
-    NO_PROBES,
-    NO_PROBING,
-    Probes,
-    Probing,
-    Rows,
-    gapless_length,
-)
-from jetdraft.runtime.passes.answer import Answer, answer_of
+from jetdraft.runtime.drafts.rows import NO_PROBES, NO_PROBING, Probes, Probing, Rows
+from jetdraft.runtime.passes.answer import Answer, Ran, answer_of
 from jetdraft.runtime.passes.binding import PassBinding, VisibleSlots
 from jetdraft.runtime.passes.buffers import HOST, Cache, Memory, SourceBuffers
 from jetdraft.runtime.passes.session import Captures, StepSession, StepSessions
@@ -138,9 +131,7 @@ class Graph:
             return binding.answer
         return binding.answer.first(rows)
 
-    def verify(
-        self, rows: Rows, width: int, probing: Probing = NO_PROBING
-    ) -> tuple[Rows, Answer]:
+    def verify(self, rows: Rows, width: int, probing: Probing = NO_PROBING) -> Ran:
         """Run a draft in a pass of `width` rows; returns the draft and its answer."""
         probing = probing if rows.probes is None else Probing(counts=rows.probes)
         if rows.is_chain:
@@ -155,9 +146,7 @@ class Graph:
         if not ends_at_gap:
             self.cache.compact(path)
             return len(path)
-        proven = gapless_length(path)
-        self.cache.advance(proven)
-        return proven
+        return self.cache.advance_to_gap(path)
 
     def adopt(self, other: Graph) -> None:
         """Use the sessions and buffers of another graph of the same contract."""
@@ -206,10 +195,9 @@ class Graph:
     def _bind(self, size: _PassSize, room: int) -> _GraphBinding:
         """The binding for a size, made once; raises `ValueError` if it is too wide."""
         if not 1 <= size.width <= min(self.contract.max_width, room):
-            raise ValueError(
-                f"a pass of {size.width} rows does not fit: {room} rows of room, "
-                f"{self.contract.max_width} at most"
-            )
+            fact = f"a pass of {size.width} rows does not fit: {room} rows of room, "
+            fact += f"{self.contract.max_width} at most"
+            raise ValueError(fact)
         # Narrow passes have few sizes, and captured graphs need their memory.
         is_wide = size.width > WIDEST
         bindings = self._wide_bindings if is_wide else self._bindings
@@ -280,19 +268,11 @@ class _GraphBinding(PassBinding):
     def __init__(self, graph: Graph, session: StepSession, size: _PassSize) -> None:
         contract, probes = session.contract, size.probes
         selected = {name: tensor.value for name, tensor in graph.selected.items()}
-        super().__init__(
-            session.session,
-            contract.inputs,
-            contract.outputs,
-            {**graph.cache.buffers, **graph.cache.states, **selected},
-            size.width,
-            size.answers,
-            probes.total,
-            graph.memory,
-            contract.members,
-            contract.prefix,
-            _borrowed(graph),
-        )
+        given = session.session, contract.inputs, contract.outputs
+        buffers = {**graph.cache.buffers, **graph.cache.states, **selected}
+        counts = size.width, size.answers, probes.total
+        sizes = *counts, contract.members, contract.prefix
+        super().__init__(*given, buffers, sizes, graph.memory, _borrowed(graph))
         self.size, self.pictures = size, graph.pictures
         self.has_bias = contract.has_bias
         self.unknown = contract.vocab_size

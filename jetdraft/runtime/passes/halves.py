@@ -13,13 +13,14 @@ from jetdraft.contracts.step_contract import SplitContract
 from jetdraft.contracts.tensors import Float32s, check_tensors
 from jetdraft.ort import ort
 from jetdraft.runtime.drafts.rows import NO_PROBES, NO_PROBING, Probes, Probing, Rows
-from jetdraft.runtime.passes.answer import Answer, answer_of
+from jetdraft.runtime.passes.answer import Answer, Ran, answer_of
 from jetdraft.runtime.passes.binding import PassBinding
 from jetdraft.runtime.passes.buffers import Cache
 from jetdraft.runtime.passes.graph import Graph
 from jetdraft.runtime.passes.prefix import common_length
 
 Buffers = Mapping[str, ort.OrtValue]
+Size = tuple[int, int, Probes]  # Of a pass: its width, answered rows, and probes.
 # The graphs of a target, as bindings are kept for them and as errors name them.
 LOWER, UPPER = "lower half", "upper half"
 
@@ -71,8 +72,7 @@ class Halves:
             check_tensors(outputs, session.get_outputs(), f"the {name}'s outputs")
         self._buffers = {LOWER: lower_buffers, UPPER: upper_buffers}
         self._bindings: dict[tuple[str, int, int, Probes], PassBinding] = {}
-        self.seconds = 0.0
-        self.passes = 0
+        self.seconds, self.passes = 0.0, 0
 
     def run_lower(
         self, rows: PlacedRows, width: int, cursor: int, parents: Sequence[int] = ()
@@ -83,20 +83,16 @@ class Halves:
         bound.arrays["input_ids"][0] = tokens + tokens[-1:] * padding
         if self.contract.scores:
             bound.arrays["parents"][:] = [*parents, *[0] * padding]
-        self._run_placed(bound, rows, padding, NO_PROBES, cursor)
+        self._run_placed(bound, rows, NO_PROBES, cursor)
         return bound
 
     def run_upper(
-        self,
-        rows: PlacedRows,
-        states: Float32s,
-        size: tuple[int, int, Probes],
-        cursor: int,
+        self, rows: PlacedRows, states: Float32s, size: Size, cursor: int
     ) -> Answer:
-        """Run `states` [n, h] in a pass of `size`: width, answered rows, and probes."""
+        """Run `states` [n, h] in a pass of `size`."""
         bound, probes = self._bind(UPPER, *size), size[2]
         bound.fill_rows("hidden", states)
-        self._run_placed(bound, rows, size[0] - len(rows.tokens), probes, cursor)
+        self._run_placed(bound, rows, probes, cursor)
         self.passes += 1
         return answer_of(bound.tensors, self.contract.upper, probes)
 
@@ -106,11 +102,8 @@ class Halves:
         """The binding of a graph for passes of a size, made by the first call."""
         key = name, width, answers, probes
         if key not in self._bindings:
-            session, inputs, outputs = self._graphs[name]
-            buffers, total = self._buffers[name], probes.total
-            bound = PassBinding(
-                session, inputs, outputs, buffers, width, answers, total
-            )
+            sizes = width, answers, probes.total
+            bound = PassBinding(*self._graphs[name], self._buffers[name], sizes)
             if answers:
                 bound.arrays["answer_rows"][:] = range(width - answers, width)
             if name == UPPER and self.contract.whole.streams:
@@ -120,14 +113,10 @@ class Halves:
         return self._bindings[key]
 
     def _run_placed(
-        self,
-        bound: PassBinding,
-        rows: PlacedRows,
-        padding: int,
-        probes: Probes,
-        cursor: int,
+        self, bound: PassBinding, rows: PlacedRows, probes: Probes, cursor: int
     ) -> None:
         """Set positions, mask and lengths of a pass, and run it; adds to `seconds`."""
+        padding = bound.arrays["position_ids"].shape[1] - len(rows.tokens)
         depths = [*rows.depths, *[0] * padding]
         bound.arrays["position_ids"][0] = [cursor + depth for depth in depths]
         seen: list[Sequence[int]] = [*rows.ancestors, *[[]] * padding]
@@ -141,8 +130,7 @@ class LeadingHalf:
     """A `Target` over the buffers of `whole`; `ahead` are the lower half's tokens."""
 
     def __init__(self, whole: Graph, sessions: SplitSessions) -> None:
-        self.whole = whole
-        self.contract = whole.contract
+        self.whole, self.contract = whole, whole.contract
         buffers, lower = whole.cache.buffers, sessions.contract.lower
         below = {spec.name: buffers[spec.name] for spec in lower.buffers("past")}
         first, above = len(lower.kv_shapes), {}
@@ -201,9 +189,7 @@ class LeadingHalf:
             self._append_ahead(rows.tokens, states)
         return states
 
-    def verify(
-        self, rows: Rows, width: int, probing: Probing = NO_PROBING
-    ) -> tuple[Rows, Answer]:
+    def verify(self, rows: Rows, width: int, probing: Probing = NO_PROBING) -> Ran:
         rows.check()
         same = common_length(self.ahead, rows.tokens)
         self._keep_ahead(common_length(rows.parents[:same], range(-1, same - 1)))

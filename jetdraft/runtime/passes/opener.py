@@ -109,9 +109,8 @@ def check_load_options(options: LoadOptions) -> None:
     drafter = options.get("drafter_provider")
     if drafter not in (None, OFF, AUTO, *PROVIDERS):
         names = ", ".join((*PROVIDERS, AUTO, OFF))
-        raise ProviderError(
-            f"unknown provider {drafter!r} for the drafter; choose {names}"
-        )
+        fact = f"unknown provider {drafter!r} for the drafter; choose {names}"
+        raise ProviderError(fact)
 
 
 Weights = Mapping[str, npt.NDArray[np.generic]]  # By the initializers' names.

@@ -9,19 +9,11 @@ from collections.abc import Callable, Sequence
 
 from jetdraft.contracts.step_contract import SplitContract
 from jetdraft.ort import ort
-from jetdraft.runtime.drafts.rows import (
-    NO_PROBES,
-    NO_PROBING,
-    Probes,
-    Probing,
-    Rows,
-    Tokens,
-    gapless_length,
-)
-from jetdraft.runtime.passes.answer import Answer
+from jetdraft.runtime.drafts.rows import NO_PROBES, NO_PROBING, Probes, Probing, Rows
+from jetdraft.runtime.passes.answer import Answer, Ran
 from jetdraft.runtime.passes.binding import PassBinding
 from jetdraft.runtime.passes.buffers import Cache
-from jetdraft.runtime.passes.halves import Halves, PlacedRows, SplitSessions
+from jetdraft.runtime.passes.halves import Halves, PlacedRows, Size, SplitSessions
 
 THRESHOLD_CHOICES = (0.0, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3)
 
@@ -140,7 +132,9 @@ class PrunedHalves:
             times.append(self.seconds - seconds_before)
         return 1e3 * min(times)
 
-    def run(self, tokens: Tokens, last_only: bool = False, width: int = 0) -> Answer:
+    def run(
+        self, tokens: Sequence[int], last_only: bool = False, width: int = 0
+    ) -> Answer:
         """Run one pass over a chain of tokens, without pruning and without probes."""
         rows, width = Rows.chain(list(tokens)), max(width, len(tokens))
         below = self._run_lower(rows, width)
@@ -148,9 +142,7 @@ class PrunedHalves:
         answer = self._run_upper(rows, below, all_rows, (width, answers, NO_PROBES))
         return answer if last_only else answer.first(len(rows))
 
-    def verify(
-        self, rows: Rows, width: int, probing: Probing = NO_PROBING
-    ) -> tuple[Rows, Answer]:
+    def verify(self, rows: Rows, width: int, probing: Probing = NO_PROBING) -> Ran:
         """Run a draft; returns the rows that were kept, and their answer."""
         rows.check()
         if self.adaptive is not None:
@@ -176,9 +168,7 @@ class PrunedHalves:
         if not ends_at_gap:
             self.cache.compact_both(lower, path)
             return len(path)
-        proven = gapless_length(lower)
-        self.cache.advance(proven)
-        return proven
+        return self.cache.advance_to_gap(lower)
 
     def _outcome_at(self, path: list[int], threshold: float) -> tuple[float, float]:
         """Tokens and milliseconds of the last round, had it had this threshold.
@@ -208,11 +198,7 @@ class PrunedHalves:
         )
 
     def _run_upper(
-        self,
-        rows: Rows,
-        below: PassBinding,
-        kept: list[int],
-        size: tuple[int, int, Probes],
+        self, rows: Rows, below: PassBinding, kept: list[int], size: Size
     ) -> Answer:
         states = below.arrays["hidden"][0][kept]
         return self.halves.run_upper(

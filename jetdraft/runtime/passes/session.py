@@ -17,7 +17,7 @@ from jetdraft.devices.memory import release_files
 from jetdraft.devices.providers import (
     PROVIDER_FIX,
     PROVIDERS,
-    session_providers,
+    providers_of,
     try_provider,
 )
 from jetdraft.errors import ContractError, OptionError, ProviderError
@@ -83,7 +83,7 @@ def open_session(
     """
     full = PROVIDERS[provider].full
     options = _session_options(provider, threads)
-    providers = session_providers(provider, options, dict(provider_options or {}))
+    providers = providers_of(provider, options, dict(provider_options or {}))
     weights = weights or {}
     no_library = None
     try:
@@ -92,28 +92,23 @@ def open_session(
     except ProviderError as error:  # some graphs do without
         no_library = error
     try:
-        options.add_external_initializers(
-            list(weights),
-            [ort.OrtValue.ortvalue_from_numpy(w) for w in weights.values()],
-        )
+        values = [ort.OrtValue.ortvalue_from_numpy(w) for w in weights.values()]
+        options.add_external_initializers(list(weights), values)
         for name, value in (shared or {}).items():
             options.add_initializer(name, value)
         # The fallback of the Python package prints, then opens another session.
-        session = ort.InferenceSession(
-            str(file), options, providers=providers, enable_fallback=0
-        )
+        how = {"providers": providers, "enable_fallback": 0}
+        session = ort.InferenceSession(str(file), options, **how)
     except Exception as error:  # onnxruntime's exceptions have no common base
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         if no_library and DOMAIN in reason.rpartition("failed:")[2]:  # after the file
             raise no_library from error
         if provider != "cpu":
-            raise ProviderError(
-                f"{full} cannot load {file} ({reason}); {PROVIDER_FIX}"
-            ) from error
-        raise ContractError(
-            f"onnxruntime cannot load {file} ({reason}); export the bundle again with "
-            "this version"
-        ) from error
+            fact = f"{full} cannot load {file} ({reason}); {PROVIDER_FIX}"
+            raise ProviderError(fact) from error
+        fact = f"onnxruntime cannot load {file} ({reason})"
+        fix = "export the bundle again with this version"
+        raise ContractError(f"{fact}; {fix}") from error
     _check_provider(session, provider, file)
     # The kernels have copies of most weights, packed in their own way.
     release_files(file.parent)
@@ -125,13 +120,10 @@ def _session_options(provider: str, threads: Threads) -> ort.SessionOptions:
     count, spinning = threads
     most = MAX_THREADS_PER_CORE * (os.cpu_count() or 1)
     if type(count) is not int or not 1 <= count <= most:
-        raise OptionError(
-            f"threads {count!r} is out of range; give 1 to {most} on this machine",
-            "threads",
-        )
+        fact = f"threads {count!r} is out of range; give 1 to {most} on this machine"
+        raise OptionError(fact, "threads")
     options = ort.SessionOptions()
-    options.intra_op_num_threads = count
-    options.inter_op_num_threads = 1
+    options.intra_op_num_threads, options.inter_op_num_threads = count, 1
     # On the CPU every error is an exception too, which we report in a line of our own.
     options.log_severity_level = 4 if provider == "cpu" else 3
     # A memory pattern is allocated at the first run, maybe inside of a capture.
@@ -153,17 +145,12 @@ def _check_provider(session: ort.InferenceSession, provider: str, file: Path) ->
     if session.get_providers()[0] != full:
         reason = try_provider(provider).reason or "onnxruntime left it out"
         raise ProviderError(f"{full} cannot be used here: {reason}; {PROVIDER_FIX}")
-    elsewhere = {
-        node.op_type
-        for part in session.get_provider_graph_assignment_info()
-        for node in part.get_nodes()
-        if part.ep_name != full
-    }
+    parts = session.get_provider_graph_assignment_info()
+    others = (part for part in parts if part.ep_name != full)
+    elsewhere = {node.op_type for part in others for node in part.get_nodes()}
     if missing := elsewhere - SIZE_OPERATORS:
-        raise ProviderError(
-            f"{full} has no kernels for {', '.join(sorted(missing))} of {file}; "
-            "export the bundle for this provider"
-        )
+        fact = f"{full} has no kernels for {', '.join(sorted(missing))} of {file}"
+        raise ProviderError(f"{fact}; export the bundle for this provider")
 
 
 class Captures:

@@ -34,8 +34,7 @@ class FixedController:
     """A controller that always assigns the same proposer and draft length."""
 
     def __init__(self, proposer: Proposer | None, num_draft_tokens: int) -> None:
-        self.proposer = proposer
-        self.num_draft_tokens = num_draft_tokens
+        self.proposer, self.num_draft_tokens = proposer, num_draft_tokens
 
     def assign(self, room: int, offers: Mapping[Proposer, int]) -> Assignment:
         """Assign a draft of the fixed length, or the part of it that fits `room`."""
@@ -112,20 +111,16 @@ class AdaptiveController:
         profit: Profit | None = None,
     ) -> None:
         self.proposers = list(proposers)
-        self.curve = curve
-        self.ends_at_gap = ends_at_gap
-        self.branching = branching
+        self.curve, self.ends_at_gap, self.branching = curve, ends_at_gap, branching
         # widths[n] is the narrowest allowed width that holds n rows.
         allowed = sorted(widths)
         self.widths = [
             next((w for w in allowed if w >= rows), rows) for rows in range(1 + WIDEST)
         ]
-        self.max_draft_tokens = max_draft_tokens
-        self.acceptance = acceptance
+        self.max_draft_tokens, self.acceptance = max_draft_tokens, acceptance
         self.profit = profit or Profit()
         self.profit.begin()
-        self._rest_rounds = 0
-        self._is_planning = True
+        self._rest_rounds, self._is_planning = 0, True
 
     def assign(self, room: int, offers: Mapping[Proposer, int]) -> Assignment:
         """Assign the draft that promises most; no draft in rounds without a plan."""

@@ -38,26 +38,20 @@ class Drafting:
 
     def __post_init__(self) -> None:
         if not isinstance(self.method, str):
-            raise OptionError(
-                f"method {self.method!r} is not a text; give, for example, "
-                '"draft,lookup"',
-                "method",
-            )
+            fact = f"method {self.method!r} is not a text"
+            raise OptionError(f'{fact}; give, for example, "draft,lookup"', "method")
         if not isinstance(self.settings, (Mapping, MethodOptions)):
-            raise DraftingError(
-                f"drafting {self.settings!r} is not a mapping; give one, for example "
-                '{"tree": "best"}'
-            )
+            fact = f"drafting {self.settings!r} is not a mapping; give one"
+            raise DraftingError(fact + ', for example {"tree": "best"}')
         if not isinstance(self.prediction, str):
             problem = f"prediction {self.prediction!r} is not a text; give a text"
             raise OptionError(problem, "prediction")
         check_ranges(self, _RANGES)
         check_flags(self, "exact")
         if self.select_kv and self.exact:
-            raise DraftingError(
-                "select_kv reads a part of the KV rows, so the text may differ from "
-                "plain decoding; add --no-exact (exact=False)"
-            )
+            fact = "select_kv reads a part of the KV rows, so the text may differ from "
+            fact += "plain decoding; add --no-exact (exact=False)"
+            raise DraftingError(fact)
         self._check_names()
         for name, options in self.options.items():
             self._check_options(name, options)
@@ -71,28 +65,30 @@ class Drafting:
     def options(self) -> dict[str, Any]:
         """The options of each method that may draft, by name; raises `OptionError`."""
         if self.names == (NONE,):
-            self._refuse_settings()
+            count = self.num_draft_tokens
+            length = {} if count is None else {"num_draft_tokens": count}
+            for key in {**self._given_options, **length}.keys() - {"user", "select_kv"}:
+                fact = f"{key.replace('_', ' ')} has no meaning with method none"
+                field = key if key in length else "drafting"
+                raise OptionError(f"{fact}; leave one of them out", field)
             return {}
         registered = methods()
         names = registered if self.names == (AUTO,) else self.names
         types = {name: registered[name].options for name in names}
         own_type = type(self.settings)
         if issubclass(own_type, MethodOptions) and own_type not in types.values():
-            raise DraftingError(
-                f"{own_type.__name__} are not options of method {self.method}; give "
-                "options of that method"
-            )
+            fact = f"{own_type.__name__} are not options of method {self.method}"
+            raise DraftingError(f"{fact}; give options of that method")
         keys_of = {name: options.option_names() for name, options in types.items()}
         all_keys = dict.fromkeys(key for keys in keys_of.values() for key in keys)
         for key in self._given_options:
             if key not in all_keys:
                 raise unknown_key_error(key, tuple(all_keys))
-        options = {
-            name: types[name].of(
-                {k: v for k, v in self._given_options.items() if k in keys}
-            )
-            for name, keys in keys_of.items()
+        given = self._given_options
+        own = {
+            n: {k: given[k] for k in keys if k in given} for n, keys in keys_of.items()
         }
+        options = {name: types[name].of(settings) for name, settings in own.items()}
         if self.names != (AUTO,):
             return options
         # A method that "auto" leaves out must not bind the others by its defaults.
@@ -133,16 +129,6 @@ class Drafting:
         """Whether a method may need the drafter: only drafts that are free never do."""
         return any(methods()[name].cost != "free" for name in self.options)
 
-    def _refuse_settings(self) -> None:
-        count = self.num_draft_tokens
-        length = {} if count is None else {"num_draft_tokens": count}
-        for key in {**self._given_options, **length}.keys() - {"user", "select_kv"}:
-            raise OptionError(
-                f"{key.replace('_', ' ')} has no meaning with method none; leave one "
-                "of them out",
-                key if key in length else "drafting",
-            )
-
     def _check_names(self) -> None:
         names, known, problem = self.names, (AUTO, NONE, *methods()), ""
         if len(names) > 1 and {NONE, AUTO} & set(names):
@@ -162,16 +148,11 @@ class Drafting:
             keeps = "the distribution but not the text"
             if lossy:
                 keeps = "neither the text nor the distribution"
-            raise DraftingError(
-                f"verifier {options.verifier!r} keeps {keeps} of plain decoding; add "
-                "--no-exact (exact=False)"
-            )
+            fact = f"verifier {options.verifier!r} keeps {keeps} of plain decoding"
+            raise DraftingError(f"{fact}; add --no-exact (exact=False)")
         if options.draft_size is not None and self.names != (name,):
-            raise DraftingError(
-                f"a draft of a fixed shape needs one method; give --method {name}"
-            )
+            fact = f"a draft of a fixed shape needs one method; give --method {name}"
+            raise DraftingError(fact)
         if options.size_is_fixed and self.num_draft_tokens is not None:
-            raise OptionError(
-                "the tree has its own size; leave num draft tokens out",
-                "num_draft_tokens",
-            )
+            fact = "the tree has its own size; leave num draft tokens out"
+            raise OptionError(fact, "num_draft_tokens")

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from jetdraft.contracts.constants import CANDIDATES
 from jetdraft.errors import OptionError
 from jetdraft.options import Flag, check_ranges, range_between
+from jetdraft.runtime.measured.stats import Stats
 from jetdraft.runtime.pictures import PictureInput, read_picture
 from jetdraft.runtime.planning.drafting import Drafting
 from jetdraft.runtime.planning.registry import AUTO, NONE, methods
@@ -31,48 +32,41 @@ def _method_help() -> str:
 _ending, _drafting, _sampling, _constraint = (
     partial(Flag, group) for group in ("ending", "drafting", "sampling", "constraint")
 )
+_file = partial(Flag, "constraint", metavar="FILE", kind=Path)
+_LIMIT = _ending("The most tokens of a text.", ("-n", "--max-new-tokens"), least=1)
+_STOP = _ending("End before this text; may be given several times.", metavar="TEXT")
+_THOUGHT = _ending("End the thought of a chat model after this many tokens.", least=0)
+_LENGTH = _drafting(
+    "Draft this many tokens a round, at most this many with several methods; default: "
+    "adaptive."
+)
+_SETTING = _drafting(
+    "Set an option of the method, for example tree=best of draft; may be given several "
+    "times. An unknown KEY lists the keys of the method.",
+    metavar="KEY=VALUE",
+    kind=str,
+    multiple=True,
+)
+_EXACT = _drafting("Use only pass widths whose rows agree bit by bit.")
+_SCHEMA = _file("Write JSON that follows the JSON schema in this file.")
+_REGEX = _constraint("Write a text that matches this expression.")
+_GRAMMAR = _file(
+    "Write a text that follows the grammar in this file, in Lark's notation."
+)
 
 
 class GenerateOptions(TypedDict, total=False):
     """The keyword arguments of `Model.generate`; `Options` explains them."""
 
-    max_new_tokens: Annotated[
-        int,
-        _ending(
-            "The most tokens of a text.", names=("-n", "--max-new-tokens"), least=1
-        ),
-    ]
-    stop: Annotated[
-        str | Sequence[str] | None,
-        _ending("End before this text; may be given several times.", metavar="TEXT"),
-    ]
+    max_new_tokens: Annotated[int, _LIMIT]
+    stop: Annotated[str | Sequence[str] | None, _STOP]
     max_seconds: float | None
-    max_thinking_tokens: Annotated[
-        int | None,
-        _ending("End the thought of a chat model after this many tokens.", least=0),
-    ]
+    max_thinking_tokens: Annotated[int | None, _THOUGHT]
     ignore_eos: Annotated[bool, _ending("Continue past end of text.")]
     method: Annotated[str, _drafting(_method_help)]
-    num_draft_tokens: Annotated[
-        int | None,
-        _drafting(
-            "Draft this many tokens a round, at most this many with several methods; "
-            "default: adaptive."
-        ),
-    ]
-    drafting: Annotated[
-        Mapping[str, object] | MethodOptions,
-        _drafting(
-            "Set an option of the method, for example tree=best of draft; may be given "
-            "several times. An unknown KEY lists the keys of the method.",
-            metavar="KEY=VALUE",
-            kind=str,
-            multiple=True,
-        ),
-    ]
-    exact: Annotated[
-        bool, _drafting("Use only pass widths whose rows agree bit by bit.")
-    ]
+    num_draft_tokens: Annotated[int | None, _LENGTH]
+    drafting: Annotated[Mapping[str, object] | MethodOptions, _SETTING]
+    exact: Annotated[bool, _EXACT]
     prediction: str
     temperature: Annotated[
         float,
@@ -111,25 +105,9 @@ class GenerateOptions(TypedDict, total=False):
     ]
     presence_penalty: float
     frequency_penalty: float
-    json_schema: Annotated[
-        str | Mapping[str, Any] | type[Any] | None,
-        _constraint(
-            "Write JSON that follows the JSON schema in this file.",
-            metavar="FILE",
-            kind=Path,
-        ),
-    ]
-    regex: Annotated[
-        str | None, _constraint("Write a text that matches this expression.")
-    ]
-    grammar: Annotated[
-        str | None,
-        _constraint(
-            "Write a text that follows the grammar in this file, in Lark's notation.",
-            metavar="FILE",
-            kind=Path,
-        ),
-    ]
+    json_schema: Annotated[str | Mapping[str, Any] | type[Any] | None, _SCHEMA]
+    regex: Annotated[str | None, _REGEX]
+    grammar: Annotated[str | None, _GRAMMAR]
     logprobs: int | None
     images: Annotated[
         Sequence[PictureInput],
@@ -178,18 +156,13 @@ class Options:
             name = part.__name__.lower()
             absent = part is Constraint and self.constraint is None
             if not absent and not isinstance(getattr(self, name), part):
-                raise OptionError(
-                    f"{name} must be a {part.__name__}; Options.of makes it of the "
-                    "options by name",
-                    name,
-                )
+                fact = f"{name} must be a {part.__name__}"
+                fix = "Options.of makes it of the options by name"
+                raise OptionError(f"{fact}; {fix}", name)
         check_ranges(self, _RANGES)
         if self.constraint is not None and self.ending.ignore_eos:
-            raise OptionError(
-                f"a text with a {self.constraint.kind} ends by itself; leave ignore "
-                "eos out",
-                "ignore_eos",
-            )
+            fact = f"a text with a {self.constraint.kind} ends by itself"
+            raise OptionError(f"{fact}; leave ignore eos out", "ignore_eos")
 
     @property
     def lossy(self) -> str:
@@ -200,6 +173,13 @@ class Options:
             "selected KV rows": self.drafting.select_kv,
         }
         return ", ".join(reason for reason, holds in reasons.items() if holds)
+
+    def stats(self, prompt_tokens: int, **more: Any) -> Stats:
+        """New stats of a text with these options; `more` are further fields."""
+        drafting, sampling = self.drafting, self.sampling
+        seed = sampling.seed if sampling.temperature else None
+        given = drafting.method, drafting.exact, prompt_tokens, seed, self.lossy
+        return Stats(*given, **more)
 
     @classmethod
     def of(cls, **options: Unpack[GenerateOptions]) -> "Options":

@@ -2,7 +2,7 @@
 
 import time
 from collections import defaultdict, deque
-from collections.abc import Collection, Iterable, MutableMapping, Sequence
+from collections.abc import Collection, Iterable, MutableMapping
 from dataclasses import dataclass, field
 from itertools import permutations
 from typing import Any
@@ -51,8 +51,7 @@ class Learner(Observer):
         acceptance: MutableMapping[str, Acceptance],
     ) -> None:
         self._lessons, self._weights = learning
-        self._cache = cache
-        self._methods, self._acceptance = methods, acceptance
+        self._cache, self._methods, self._acceptance = cache, methods, acceptance
         self._version = 0
         self._notes: dict[int, tuple[Int64s, Float32s]] = {}
         """The target's candidates by the index of the token that a draft missed."""
@@ -96,12 +95,9 @@ class Learner(Observer):
         cut = max(0, len(tokens) - MAX_TOKENS)
         places = [p for p in sorted(self._notes) if cut < p < len(tokens)]
         if places:
-            lesson = Lesson(
-                np.array(tokens[cut:]),
-                np.array(places) - cut,
-                np.stack([self._notes[place][0] for place in places]),
-                np.stack([self._notes[place][1] for place in places]),
-            )
+            ids, logits = zip(*(self._notes[place] for place in places), strict=True)
+            own = np.array(tokens[cut:]), np.array(places) - cut
+            lesson = Lesson(*own, np.stack(ids), np.stack(logits))
             self._lessons.add(lesson, user)
         self._notes = {}
 
@@ -194,10 +190,8 @@ def _propose(assignment: Assignment, context: Tokens, size: int) -> Rows:
         rows = proposer.propose(context, assignment.budget, assignment.parents)
         given: object = rows.tokens[:1] if isinstance(rows, Rows) else rows
         if given != [root]:
-            problem = (
-                f"must give Rows whose row 0 is the root, token {root}, not {given}; "
-                "give context[-1] first, also without a guess"
-            )
+            problem = f"must give Rows whose row 0 is the root, token {root}, not "
+            problem += f"{given}; give context[-1] first, also without a guess"
         elif wrong := [t for t in rows.tokens if not 0 <= t < size]:
             outside = f"token {wrong[0]}, which is outside the vocabulary"
             problem = f"proposes {outside}; ids are 0 to {size - 1}"
@@ -310,7 +304,7 @@ class Planner:
         observers: list[Observer] = [*learners, *self._counters, *chosen]
         if matcher is not None and verifier.name == WALK:
             chosen = constrain(chosen, matcher)
-        controller = self._make_controller(drafting, chosen)
+        controller = self._controller(drafting, chosen)
         size = self.parts.target.contract.vocab_size
         return ProposerSet(chosen, controller, verifier, observers, size)
 
@@ -332,10 +326,8 @@ class Planner:
             chosen.pop(one, None)
         return list(chosen.values())
 
-    def _make_controller(
-        self, drafting: Drafting, proposers: Sequence[Proposer]
-    ) -> Controller:
-        if not proposers:
+    def _controller(self, drafting: Drafting, chosen: list[Proposer]) -> Controller:
+        if not chosen:
             return FixedController(None, 0)
         count, options = drafting.num_draft_tokens, drafting.options.values()
         sized = next((o for o in options if o.draft_size is not None), None)
@@ -348,19 +340,14 @@ class Planner:
                     f"{widest - 1} beside the root; give a smaller tree or export with "
                     "more --max-width"
                 )
-            return FixedController(proposers[0], count or size)
+            return FixedController(chosen[0], count or size)
         if len(drafting.names) == 1 and drafting.names != (AUTO,) and count is not None:
-            return FixedController(proposers[0], count)
-        return AdaptiveController(
-            proposers,
-            self.parts.curve,
-            self.acceptance,
-            self.widths(drafting),
-            count or MAX_DRAFT_TOKENS,
-            self.parts.widths.ends_at_gap(drafting.exact),
-            self._trees_agree(drafting) and all(own.may_branch for own in options),
-            self._profits[drafting.names],
-        )
+            return FixedController(chosen[0], count)
+        given = chosen, self.parts.curve, self.acceptance, self.widths(drafting)
+        ends_at_gap = self.parts.widths.ends_at_gap(drafting.exact)
+        branching = self._trees_agree(drafting) and all(o.may_branch for o in options)
+        rules = ends_at_gap, branching, self._profits[drafting.names]
+        return AdaptiveController(*given, count or MAX_DRAFT_TOKENS, *rules)
 
     def _trees_agree(self, drafting: Drafting) -> bool:
         """Whether passes that branch may be used: exact generations need equal bits."""
@@ -372,16 +359,13 @@ class Planner:
         """Raise `OptionError` for a method that changes bits of an exact generation."""
         widths = self.parts.widths
         if method.reads_probes and drafting.exact and not widths.probes_agree:
-            raise OptionError(
-                "on this machine probes change the last bits of the rows beside them; "
-                "choose another method or add --no-exact",
-                "method",
-            )
+            fact = "on this machine probes change the last bits of the rows beside them"
+            fix = "choose another method or add --no-exact"
+            raise OptionError(f"{fact}; {fix}", "method")
         if options.branched and not self._trees_agree(drafting):
-            raise DraftingError(
-                "on this machine passes that branch change the last bits of their "
-                "rows; choose tree=chain or add --no-exact"
-            )
+            fact = "on this machine passes that branch change the last bits of their "
+            fact += "rows; choose tree=chain or add --no-exact"
+            raise DraftingError(fact)
 
     def _check_combination(self, drafting: Drafting) -> None:
         automatic = drafting.names == (AUTO,)
@@ -389,11 +373,9 @@ class Planner:
         owners = [method.name for method in named if method.target is not None]
         self._check_selection(drafting, next(iter(owners), ""))
         for one, other in _conflicts(named):
-            raise OptionError(
-                f"{one.name} drafts in the buffers in which {other.name} keeps its "
-                "draft; leave one of the two methods out",
-                "method",
-            )
+            fact = f"{one.name} drafts in the buffers in which {other.name} keeps its "
+            fact += "draft; leave one of the two methods out"
+            raise OptionError(fact, "method")
 
     def _check_selection(self, drafting: Drafting, owner: str = "") -> None:
         """Raise `OptionError` where KV rows should be selected and cannot be.
@@ -403,15 +385,13 @@ class Planner:
         if not drafting.select_kv:
             return
         if self.parts.bundle.target.selection is None:
-            raise DraftingError(
-                "the bundle reads all KV rows; export with --select-kv N, or leave "
-                "select_kv out"
-            )
+            fact = "the bundle reads all KV rows"
+            fix = "export with --select-kv N, or leave select_kv out"
+            raise DraftingError(f"{fact}; {fix}")
         if owner:
-            raise DraftingError(
-                f"method {owner} verifies with its own target, which reads all KV "
-                "rows; choose another method, or leave select_kv out"
-            )
+            fact = f"method {owner} verifies with its own target, which reads all KV "
+            fact += "rows; choose another method, or leave select_kv out"
+            raise DraftingError(fact)
         fix = "choose --provider cpu, or leave select_kv out"
         check_on_cpu(SELECTION, self.parts.provider, fix, "drafting")
 

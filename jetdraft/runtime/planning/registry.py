@@ -32,10 +32,9 @@ def load_object(name: str) -> Any:
 @cache
 def _load_methods() -> dict[str, Method[Any]]:
     """All methods by name, loaded once; warns of entry points that fail."""
-    registered: dict[str, Method[Any]] = {
-        name: load_object(f"jetdraft.methods.{name}.method:METHOD")
-        for name in load_object("jetdraft.methods:OWN")
-    }
+    names = load_object("jetdraft.methods:OWN")
+    place = "jetdraft.methods.{}.method:METHOD"
+    registered = {name: load_object(place.format(name)) for name in names}
     for entry in entry_points(group=GROUP):
         try:
             method = entry.load()

@@ -81,10 +81,9 @@ class BlockOptions(TreeOptions):
         steps = Range(lambda n: n in (1, 2), "1 or 2", integer=True)
         check_ranges(self, {"steps": steps, "confidence": PROBABILITY})
         if self.steps > 1 and self.branched:
-            yield (
-                "a second pass needs the tokens of the first half, and a tree has "
-                "several; leave the tree out"
-            )
+            fact = "a second pass needs the tokens of the first half, and a tree has "
+            fact += "several; leave the tree out"
+            yield fact
 
     @property
     def may_branch(self) -> bool:
@@ -136,13 +135,9 @@ def guess_proposer(
     if options.branched:
         check_trees(loaded.target)
     branches = options.may_branch and contract.tree and not options.branched
-    traits = Traits(
-        name,
-        contract.max_width - 1 if options.branched or branches else count,
-        options.kind,
-        ms_per_token=loaded.curve.drafter / count,
-        branches=branches,
-    )
+    most = contract.max_width - 1 if options.branched or branches else count
+    ms = loaded.curve.drafter / count
+    traits = Traits(name, most, options.kind, ms, branches=branches)
     grow = SharedGuesses(options.shape) if options.branched else chain or Guesses()
     return ModelProposer(cache, traits, grow)
 
@@ -178,11 +173,9 @@ def drafter_method(
     def make_checked(loaded: LoadedBundle, options: OptionsT) -> Proposer:
         """Make the proposer; raises `OptionError` if the drafter is off or missing."""
         if loaded.draft_cache is None or lacks(loaded.bundle):
-            raise OptionError(
-                f"{name} needs {needs}; export with {flag}, and do not pass "
-                "--drafter-provider off",
-                "method",
-            )
+            fact = f"{name} needs {needs}"
+            fix = f"export with {flag}, and do not pass --drafter-provider off"
+            raise OptionError(f"{fact}; {fix}", "method")
         return make(name, loaded, loaded.draft_cache, options)
 
     own: dict[str, Any] = {"trees": True, "samples": SAMPLES, "lacks": lacks}
@@ -233,7 +226,6 @@ def lacks_probes(verb: str, mode: str = "") -> Callable[[Bundle], str]:
 def check_trees(*graphs: Graph) -> None:
     """Raise `OptionError` unless all of these graphs can run trees."""
     if not all(graph.contract.tree for graph in graphs):
-        raise DraftingError(
-            "the bundle verifies chains only, since one of its models attends in "
-            "sliding windows or has recurrent states; leave the tree out"
-        )
+        fact = "the bundle verifies chains only, since one of its models attends in "
+        fact += "sliding windows or has recurrent states; leave the tree out"
+        raise DraftingError(fact)

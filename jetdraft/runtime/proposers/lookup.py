@@ -88,12 +88,11 @@ class _SequenceLookup:
     def __init__(self) -> None:
         self._restart()
 
-    def begin(self) -> None:
-        self._restart()
-
     def _restart(self) -> None:
         self._automaton = SuffixAutomaton()
         self._place, self._read = (ROOT, 0), list[int]()
+
+    begin = _restart
 
     def read(self, context: Sequence[int]) -> None:
         """Learn the tokens of a context that were not read before."""
@@ -162,8 +161,7 @@ class SuffixAutomaton:
         self._length = [0]
         self._count = [0]
         self._latest = [0]
-        self._last = ROOT
-        self._size = 0
+        self._last, self._size = ROOT, 0
 
     def extend(self, tokens: Iterable[int]) -> None:
         """Append tokens to the current sequence."""
@@ -209,22 +207,20 @@ class SuffixAutomaton:
         """
         tokens, chance, score = list[int](), 1.0, 0.0
         while len(tokens) < count:
-            successors = self._next[state]
-            if successors:
-                token = max(successors, key=lambda t: self._rank(successors[t]))
-                chance *= self._count[successors[token]] / max(self._count[state], 1)
+            after = self._next[state]
+            if after:
+                # Which occurred most often, and of these the latest.
+                ranks = {t: (self._count[s], self._latest[s]) for t, s in after.items()}
+                token = max(ranks, key=ranks.__getitem__)
+                chance *= self._count[after[token]] / max(self._count[state], 1)
                 score += chance
                 tokens.append(token)
-                state = successors[token]
+                state = after[token]
             elif self._link[state] > ROOT:
                 state = self._link[state]
             else:
                 break
         return tokens, score
-
-    def _rank(self, state: int) -> tuple[int, int]:
-        """How often, and then how recently, the texts of a state occurred."""
-        return self._count[state], self._latest[state]
 
     def _append_token(self, token: int) -> int:
         """Append `token` to the current sequence; returns the sequence's new state."""

@@ -2,7 +2,7 @@
 
 import itertools
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cache
 from numbers import Integral, Real
@@ -65,10 +65,8 @@ class MethodOptions:
             changed = getattr(self, name) != getattr(MethodOptions, name)
             if changed and name not in VERIFIERS[self.verifier].settings:
                 others = [v.name for v in VERIFIERS.values() if name in v.settings]
-                yield (
-                    f"verifier {self.verifier!r} has no {name}; leave it out, or give "
-                    f"verifier={' or '.join(others)}"
-                )
+                fact = f"verifier {self.verifier!r} has no {name}"
+                yield f"{fact}; leave it out, or give verifier={' or '.join(others)}"
 
     @property
     def checker(self) -> Verifier:
@@ -117,9 +115,7 @@ def unknown_key_error(key: str, keys: Sequence[str]) -> OptionError:
     return DraftingError(f"unknown drafting option {key!r}; choose {', '.join(keys)}")
 
 
-def check_choice(
-    key: str, value: object, choices: Sequence[str] | Mapping[str, Any]
-) -> None:
+def check_choice(key: str, value: object, choices: Collection[str]) -> None:
     if not isinstance(value, str) or value not in choices:
         names = ", ".join(choices)
         raise DraftingError(f"unknown {key} {value!r}; choose {names}")
@@ -128,6 +124,7 @@ def check_choice(
 _field_types = cache(get_type_hints)
 
 OptionsT = TypeVar("OptionsT", bound=MethodOptions)
+OwnTarget = Callable[[LoadedBundle, OptionsT, Sequence[int]], Target | None]
 # A draft costs nothing, a drafter's pass per token, or rows of the target's pass.
 Cost = Literal["free", "drafter", "probes"]
 
@@ -174,9 +171,7 @@ class Method(Generic[OptionsT]):
     trees: bool = False
     reads_probes: bool = False
     cost: Cost | None = None
-    target: Callable[[LoadedBundle, OptionsT, Sequence[int]], Target | None] | None = (
-        None
-    )
+    target: OwnTarget[OptionsT] | None = None
     fills_target: bool = False
     samples: tuple[Mapping[str, object], ...] = ()
     alone: Mapping[str, object] | None = None
@@ -195,10 +190,8 @@ class Method(Generic[OptionsT]):
             )
         options()  # refuses options whose defaults are refused
         if not self.name.replace("-", "").isalnum() or self.name in ("auto", "none"):
-            raise OptionError(
-                f"{self.name!r} cannot name a method; use letters, digits and dashes",
-                "method",
-            )
+            fact = f"{self.name!r} cannot name a method; use letters, digits and dashes"
+            raise OptionError(fact, "method")
 
 
 def _integers(items: Sequence[Any]) -> tuple[int, ...]:
@@ -230,10 +223,8 @@ def _read_value(key: str, value: object, hint: Any) -> Any:
     """Read a text or a Python value as its field's type; raises `DraftingError`."""
     kinds = get_args(hint) if get_origin(hint) in (typing.Union, UnionType) else (hint,)
     if unreadable := {*kinds} - {*_READERS, NoneType}:
-        raise DraftingError(
-            f"drafting option {key} has a field of type {unreadable.pop()}; declare it "
-            "with a type that MethodOptions lists"
-        )
+        fact = f"drafting option {key} has a field of type {unreadable.pop()}"
+        raise DraftingError(f"{fact}; declare it with a type that MethodOptions lists")
     if value is None and NoneType in kinds:
         return None
     types = [_READERS[kind] for kind in _READERS if kind in kinds]
@@ -287,15 +278,12 @@ class TreeOptions(MethodOptions):
                 yield f"drafting options tree={tree} and {key} go together; give both"
         if self.branched and self.kind not in self.shape.kinds:
             allowed = ", ".join(sorted(kind.value for kind in self.shape.kinds))
-            yield (
-                f"a {self.tree} tree cannot have {self.siblings} siblings; choose "
-                f"{allowed}"
-            )
+            fact = f"a {self.tree} tree cannot have {self.siblings} siblings"
+            yield f"{fact}; choose {allowed}"
         if not self.branched and self.kind is not Kind.COUPLED:
-            yield (
-                f"a chain is drafted with coupled noise; for {self.siblings} drafts "
-                "give tree=k-ary and branching=1,1,1"
-            )
+            fact = "a chain is drafted with coupled noise"
+            fix = f"for {self.siblings} drafts give tree=k-ary and branching=1,1,1"
+            yield f"{fact}; {fix}"
         parents = self.tree_parents or ()
         has_single_children = (
             not self.branched
@@ -303,10 +291,9 @@ class TreeOptions(MethodOptions):
             or (bool(parents) and len(set(parents)) == len(parents))
         )
         if self.checker.single_child and not has_single_children:
-            yield (
-                f"verifier {self.verifier!r} takes one child per row; give tree=k-ary, "
-                "branching=1,1,1 and siblings=with-replacement, or verifier=recursive"
-            )
+            fix = "give tree=k-ary, branching=1,1,1 and siblings=with-replacement, or "
+            fix += "verifier=recursive"
+            yield f"verifier {self.verifier!r} takes one child per row; {fix}"
         size, most = self.draft_size, WIDEST - 1
         if size is not None and size > most:
             yield f"a tree of {size} rows is wider than a pass; draft at most {most}"

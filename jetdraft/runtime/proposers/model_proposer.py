@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -66,10 +66,9 @@ def make_draft_stop(
     if rule is None:
         return None
     if loaded.drafter is None:
-        raise DraftingError(
-            f"stopping {rule!r} needs a drafter, and the bundle has none or it is off; "
-            "leave stopping out"
-        )
+        fact = f"stopping {rule!r} needs a drafter, and the bundle has none or it is "
+        fact += "off; leave stopping out"
+        raise DraftingError(fact)
     least = THRESHOLDS[rule] if threshold is None else threshold
     if rule != "learned":
         return DraftStop(confidence, least, product=rule == "product")
@@ -117,22 +116,18 @@ class AcceptanceHead:
     def load(cls, file: Path, bundle: str, size: int) -> "AcceptanceHead":
         """Read the file that `save` wrote; raises `StoreError`."""
         if not file.exists():
-            raise StoreError(
-                "the bundle has no acceptance head; make one with jetdraft train "
-                "acceptance"
-            )
-        refusal = StoreError(
-            f"{file} is not an acceptance head; make one with jetdraft train acceptance"
-        )
+            fact = "the bundle has no acceptance head"
+            raise StoreError(f"{fact}; make one with jetdraft train acceptance")
+        fix = "make one with jetdraft train acceptance"
+        refusal = StoreError(f"{file} is not an acceptance head; {fix}")
         arrays = read_arrays(file, refusal)
         owner = str(arrays.pop("bundle", ""))
         shapes = {"block": (size, size), "out": (size,), "bias": (), "scale": ()}
         if arrays.keys() != shapes.keys():
             raise refusal
         if owner != bundle:
-            raise StoreError(
-                f"{file} belongs to another bundle; run jetdraft train acceptance again"
-            )
+            fact = f"{file} belongs to another bundle"
+            raise StoreError(f"{fact}; run jetdraft train acceptance again")
         for name, array in arrays.items():
             fits = array.dtype == np.float32 and array.shape == shapes[name]
             if not fits or not np.isfinite(array).all():
@@ -140,14 +135,8 @@ class AcceptanceHead:
         return cls(**arrays)
 
 
-class Grow(Protocol):
-    """Makes a draft of a graph's answer after the root of a tree."""
-
-    def __call__(
-        self, cache: DraftCache, answer: Answer, tree: Tree, chooser: Chooser
-    ) -> Rows:
-        """The draft below the root of `tree`, which has no other row yet."""
-        ...
+# Makes a draft of a graph's answer after the root of a tree without other rows yet.
+Grow = Callable[[DraftCache, Answer, Tree], Rows]
 
 
 class ModelProposer(Proposer):
@@ -203,8 +192,8 @@ class ModelProposer(Proposer):
         if parents is not None:
             grow = SharedGuesses(Static(parents))
         if answer is not None and grow is not None:
-            tree = Tree(kind, self.chooser.sampling, len(context), budget, tokens)
-            return grow(self.cache, answer, tree, self.chooser)
+            tree = Tree(kind, self.chooser, len(context), budget, tokens)
+            return grow(self.cache, answer, tree)
         if stop is not None:
             stop.begin()
         while answer is not None:
@@ -222,13 +211,11 @@ class Levels:
     def __init__(self, shape: Shape) -> None:
         self.shape = shape
 
-    def __call__(
-        self, cache: DraftCache, answer: Answer, tree: Tree, chooser: Chooser
-    ) -> Rows:
+    def __call__(self, cache: DraftCache, answer: Answer, tree: Tree) -> Rows:
         widest = cache.graph.contract.max_width
         # Of each row, past the cursor in the graph's buffers.
         slots: dict[int, int] = {}
-        answers = {0: chooser.draft_distribution(answer)}
+        answers = {0: tree.chooser.draft_distribution(answer)}
         while rows := self.shape.grow(tree, answers):
             # A wide level is cut, and a full buffer or mask ends the draft.
             filled = len(slots)
@@ -241,7 +228,7 @@ class Levels:
             depths = [tree.depths[row] - 1 for row in rows]
             answer = cache.branch(PlacedRows(tokens, depths, above, filled))
             slots.update(zip(rows, range(filled, filled + len(rows)), strict=True))
-            answers = dict(zip(rows, distributions(answer, chooser), strict=True))
+            answers = dict(zip(rows, distributions(answer, tree.chooser), strict=True))
         return self.shape.rows_to_verify(tree).depth_first()
 
 
@@ -251,10 +238,9 @@ class Guesses:
     def __init__(self, stop: DraftStop | None = None, steps: int = 1) -> None:
         self.stop, self.steps = stop, steps
 
-    def __call__(
-        self, cache: DraftCache | None, answer: Answer, tree: Tree, chooser: Chooser
-    ) -> Rows:
+    def __call__(self, cache: DraftCache | None, answer: Answer, tree: Tree) -> Rows:
         count, place = min(tree.budget, len(answer.candidates)), tree.position
+        chooser = tree.chooser
         half = count if self.steps == 1 else (count + 1) // 2
         if self.stop is not None:
             self.stop.begin()
@@ -283,10 +269,8 @@ class SharedGuesses:
     def __init__(self, shape: Shape) -> None:
         self.shape = shape
 
-    def __call__(
-        self, cache: DraftCache | None, answer: Answer, tree: Tree, chooser: Chooser
-    ) -> Rows:
-        levels, rows = distributions(answer, chooser), [0]
+    def __call__(self, cache: DraftCache | None, answer: Answer, tree: Tree) -> Rows:
+        levels, rows = distributions(answer, tree.chooser), [0]
         while rows:
             deep = ((row, tree.depths[row]) for row in rows)
             answers = {row: levels[depth] for row, depth in deep if depth < len(levels)}
@@ -329,15 +313,13 @@ class ProbeProposer(Proposer):
         self, shape: Shape | None, answer: Answer, context: Tokens, budget: int
     ) -> Rows:
         """Draft guesses after a context: a tree of this shape, or a chain for None."""
-        kind, sampling = self.traits.kind, self.chooser.sampling
-        tree = Tree(kind, sampling, len(context), budget, [context[-1]])
+        root = [context[-1]]
+        tree = Tree(self.traits.kind, self.chooser, len(context), budget, root)
         grow = Guesses() if shape is None else SharedGuesses(shape)
-        return grow(None, answer, tree, self.chooser)
+        return grow(None, answer, tree)
 
 
 def distributions(answer: Answer, chooser: Chooser) -> list[Distribution]:
     """Copy the distribution of each row of an answer, before a pass overwrites it."""
-    return [
-        chooser.draft_distribution(answer.rows(slice(row, row + 1)))
-        for row in range(len(answer.candidates))
-    ]
+    rows = (slice(row, row + 1) for row in range(len(answer.candidates)))
+    return [chooser.draft_distribution(answer.rows(row)) for row in rows]

@@ -60,8 +60,7 @@ class Chooser:
     def __init__(
         self, sampling: Sampling, processors: Sequence[LogitsProcessor] = ()
     ) -> None:
-        self.sampling = sampling
-        self._processors = processors
+        self.sampling, self._processors = sampling, processors
 
     def process(self, answer: Answer, rows: Rows, context: Sequence[int]) -> Answer:
         """The target's answer after all processors; `context` ends with the root."""
@@ -86,9 +85,8 @@ class Chooser:
             best = np.arange(len(ids)), scores.argmax(1)
             chosen = np.asarray(ids[best])
             if ids.shape[1] < answer.vocab_size:
-                self._try_other_tokens(
-                    answer, positions, scaled[:, -1], scores[best], chosen
-                )
+                known = scaled[:, -1], scores[best], chosen
+                self._try_other_tokens(answer, positions, *known)
             return chosen
         kept = self._count_kept_tokens(scaled, answer)
         limit = np.where(kept == _OPEN, scaled.shape[1], kept)

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Protocol
+from typing import Protocol, Union
 
 import numpy as np
 import numpy.typing as npt
@@ -29,20 +29,7 @@ class LogitsProcessor(Protocol):
         ...
 
 
-class Change(Protocol):
-    """A change of one row's logits."""
-
-    def apply(self, logits: Float32s) -> None:
-        """Change all logits of the row, float32 [vocab], in place."""
-
-    def at(self, ids: Int64s, values: Float32s) -> Float32s:
-        """The new logits of `ids`, whose logits before are `values`."""
-
-    def best(self, answer: Answer, row: int) -> tuple[Int64s, Float32s] | None:
-        """The best tokens after the change, best first, and their logits.
-
-        No other token is better than the last. None if only the whole row shows them.
-        """
+Change = Union["Mask", "_Penalized"]  # A change of one row's logits.
 
 
 def apply_changes(answer: Answer, changes: Sequence[Change | None]) -> Answer:
@@ -65,7 +52,7 @@ def apply_changes(answer: Answer, changes: Sequence[Change | None]) -> Answer:
         candidate_logits=np.stack([values[:width] for _, values in best]),
         _logsumexp=None,
         _logits=later.logits,
-        _source=later,
+        _fetch=later.fetch,
         _pick=later.at,
     )
 
@@ -130,7 +117,10 @@ class Mask:
         return np.where(self._holds(ids), np.maximum(values, NEVER / 2), NEVER)
 
     def best(self, answer: Answer, row: int) -> tuple[Int64s, Float32s] | None:
-        """All allowed tokens if they are few, else the allowed candidates, or None."""
+        """All allowed tokens if they are few, else the allowed candidates, or None.
+
+        No other token is better than the last. None if only the whole row shows them.
+        """
         ids, values = answer.candidates[row], answer.candidate_logits[row]
         kept = self._holds(ids)
         if self.count > FEW_TOKENS and np.count_nonzero(kept) >= MIN_CANDIDATES:
@@ -191,20 +181,15 @@ class Penalties:
 
     def __post_init__(self) -> None:
         if not isinstance(self.logit_bias, (Mapping, type(None))):
-            raise OptionError(
-                f"logit_bias {self.logit_bias!r} is not a mapping; give {{id: number}}",
-                "logit_bias",
-            )
+            fact = f"logit_bias {self.logit_bias!r} is not a mapping"
+            raise OptionError(f"{fact}; give {{id: number}}", "logit_bias")
         for token, bias in self.biases.items():
             if isinstance(token, bool) or not isinstance(token, int):
-                raise OptionError(
-                    f"logit bias of {token!r}: give ids of tokens", "logit_bias"
-                )
+                fact = f"logit bias of {token!r}: give ids of tokens"
+                raise OptionError(fact, "logit_bias")
             if not isinstance(bias, (int, float)) or not abs(bias) < 3e38:
-                raise OptionError(
-                    f"logit bias of {token} is not a number of 32 bits; give a number",
-                    "logit_bias",
-                )
+                fact = f"logit bias of {token} is not a number of 32 bits"
+                raise OptionError(f"{fact}; give a number", "logit_bias")
         check_ranges(self, _RANGES)
 
     @property
@@ -222,8 +207,7 @@ class PenaltyProcessor:
     """Applies `Penalties` in one generation after `prompt`; a `LogitsProcessor`."""
 
     def __init__(self, penalties: Penalties, prompt: Sequence[int]) -> None:
-        self.penalties = penalties
-        self._prompt = prompt
+        self.penalties, self._prompt = penalties, prompt
         self._counted = len(prompt)
         # The changed tokens, and by token id: bias, count in the output, and whether
         # it is in the text; made when the vocabulary's size is known.
@@ -249,15 +233,10 @@ class PenaltyProcessor:
         self._is_in_text[fresh] = True
         self._ids.update(fresh)
         ids = np.fromiter(self._ids, np.int64, len(self._ids))
-        changes = [
-            self._penalize(row, ids, path)
-            for row, path in zip(answer.logits, rows.paths, strict=True)
-        ]
-        return apply_changes(answer, changes)
+        pairs = zip(answer.logits, rows.paths, strict=True)
+        return apply_changes(answer, [self._penalize(row, ids, p) for row, p in pairs])
 
-    def _penalize(
-        self, logits: Float32s, ids: Int64s, path: Sequence[int]
-    ) -> "_Penalized":
+    def _penalize(self, logits: Float32s, ids: Int64s, path: list[int]) -> "_Penalized":
         """The new logits of a row, after the tokens of a path to the row."""
         ids = np.concatenate([ids, np.setdiff1d(np.array(path, np.int64), ids)])
         values = logits[ids] + self._bias[ids]
@@ -282,6 +261,7 @@ class _Penalized:
     values: Float32s
 
     def apply(self, logits: Float32s) -> None:
+        """Change all logits of the row, float32 [vocab], in place."""
         logits[self.ids] = self.values
 
     def at(self, ids: Int64s, values: Float32s) -> Float32s:

@@ -22,8 +22,9 @@ from jetdraft.runtime.drafts.rows import Kind, Rows
 from jetdraft.runtime.passes.answer import Answer
 from jetdraft.runtime.sampling.chooser import Chooser, Sampling
 
+Draws = Sequence[int]  # The places of children, in the order of their draws.
 # Maps (p, q, children, kind) to the distribution of the chosen token.
-Rule = Callable[[Float64s, Float64s, Sequence[int], Kind], Float64s]
+Rule = Callable[[Float64s, Float64s, Draws, Kind], Float64s]
 # A token per row, for these absolute positions; -1 where the walk cannot come.
 Choose = Callable[[Rows, Answer, Sequence[int], Chooser], list[int]]
 EPSILON, DELTA = 0.09, 0.3  # The parameters of typical acceptance.
@@ -62,11 +63,7 @@ class Verifier:
 
 
 def _rule_verifier(
-    name: str,
-    kinds: frozenset[Kind],
-    rule: Rule,
-    lossy: bool = False,
-    single_child: bool = False,
+    name: str, kinds: frozenset[Kind], rule: Rule, **more: Any
 ) -> Verifier:
 
     def choose(
@@ -91,24 +88,21 @@ def _rule_verifier(
             row = next((i for i in children if rows.tokens[i] == token), None)
         return chosen
 
-    verifier = Verifier(name, kinds, choose, rule, lossy, single_child)
+    verifier = Verifier(name, kinds, choose, rule, **more)
     return verifier
 
 
-def _single(p: Float64s, q: Float64s, children: Sequence[int], kind: Kind) -> Float64s:
+def _single(p: Float64s, q: Float64s, children: Draws, kind: Kind) -> Float64s:
     """Speculative sampling with one child (Leviathan et al., 2211.17192)."""
     #   accept x ~ q with min(1, p(x) / q(x))
     #   else y ~ norm(max(p - q, 0))
     if len(children) > 1:
-        raise DraftingError(
-            "verifier 'rejection' takes one child per row; use 'recursive'"
-        )
+        fact = "verifier 'rejection' takes one child per row; use 'recursive'"
+        raise DraftingError(fact)
     return _recursive(p, q, children, Kind.REPLACED)
 
 
-def _recursive(
-    p: Float64s, q: Float64s, children: Sequence[int], kind: Kind
-) -> Float64s:
+def _recursive(p: Float64s, q: Float64s, children: Draws, kind: Kind) -> Float64s:
     """Recursive rejection sampling (SpecInfer 2305.09781; MCSD 2401.06706)."""
     #   accept x with min(1, r(x) / d(x)), where r = p and d = q at first
     #   on rejection r = norm(max(r - d, 0)), and without replacement d loses x
@@ -133,9 +127,7 @@ def _recursive(
     return np.asarray(pi + reach * residual)
 
 
-def _sequential(
-    p: Float64s, q: Float64s, children: Sequence[int], kind: Kind
-) -> Float64s:
+def _sequential(p: Float64s, q: Float64s, children: Draws, kind: Kind) -> Float64s:
     """K-SEQ of SpecTr (2310.15141): k independent children that share one rho."""
     #   accept x with min(1, p(x) / (rho q(x))), in turn
     #   rho solves 1 - (1 - beta)^k = rho beta, with beta = sum min(p / rho, q)
@@ -171,9 +163,7 @@ def _rho(p: Float64s, q: Float64s, count: int) -> float:
     return high
 
 
-def _greedy_plus_one(
-    p: Float64s, q: Float64s, children: Sequence[int], kind: Kind
-) -> Float64s:
+def _greedy_plus_one(p: Float64s, q: Float64s, children: Draws, kind: Kind) -> Float64s:
     """The best tokens of q, and a token drawn from the rest (Hu et al., 2502.18779)."""
     #   q' = q without the fixed tokens, renormalised; t ~ q'
     #   accept t with min(1, p(t) / q'(t))
@@ -186,7 +176,7 @@ def _greedy_plus_one(
     return _recursive(p, draft / draft.sum(), [drawn], Kind.REPLACED)
 
 
-def _typical(p: Float64s, q: Float64s, children: Sequence[int], kind: Kind) -> Float64s:
+def _typical(p: Float64s, q: Float64s, children: Draws, kind: Kind) -> Float64s:
     """Typical acceptance, row by row (Medusa, 2401.10774): what p finds plausible."""
     #   accept x if p(x) > min(epsilon, delta exp(-H(p)))
     #   among several such x, y is the most probable; without such an x, y ~ p

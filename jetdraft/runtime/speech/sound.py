@@ -53,9 +53,8 @@ def read_sound(file: str | Path | bytes) -> Float32s:
         with Path(file).open("rb") as opened:
             return _read_wav(name, opened)
     except OSError as error:
-        raise _sound_error(
-            f"{name} cannot be read ({error.strerror}); give a WAV file"
-        ) from error
+        fact = f"{name} cannot be read ({error.strerror}); give a WAV file"
+        raise _sound_error(fact) from error
 
 
 def _read_wav(name: str, opened: IO[bytes]) -> Float32s:
@@ -73,15 +72,13 @@ def _read_wav(name: str, opened: IO[bytes]) -> Float32s:
             raise ValueError(f"format {kind}, {bits} bits, {channels} channels")
     except (struct.error, ValueError) as error:
         reason = error if isinstance(error, ValueError) else "a part is missing"
-        raise _sound_error(
-            f"{name} is not a WAV file of PCM or floats ({reason}); {_ADVICE}"
-        ) from error
+        fact = f"{name} is not a WAV file of PCM or floats ({reason}); {_ADVICE}"
+        raise _sound_error(fact) from error
     places, _, reach = _filter_sizes(rate)
     if rate not in _RATES or places * 2 * reach > _MAX_WEIGHTS:
-        raise _sound_error(
-            f"{name} has {rate} samples a second, which cannot be resampled to "
-            f"{SAMPLE_RATE} in few steps; {_ADVICE}"
-        )
+        fact = f"{name} has {rate} samples a second, which cannot be resampled to "
+        fact += f"{SAMPLE_RATE} in few steps; {_ADVICE}"
+        raise _sound_error(fact)
     data = _read_data(name, opened, size, width * channels, rate)
     samples = _to_floats(data, kind, width).reshape(-1, channels)
     if np.isnan(samples).any():
@@ -123,11 +120,9 @@ def _read_data(
     data = data[: len(data) // frame * frame]
     _check_seconds(name, len(data) / second)
     if size < _UNKNOWN_SIZE and len(data) < size // frame * frame:
-        warnings.warn(
-            f"{name} is cut off: its header says {size / second:.2f} s of sound, and "
-            f"it has {len(data) / second:.2f}; record it again",
-            stacklevel=2,
-        )
+        fact = f"{name} is cut off: its header says {size / second:.2f} s of sound, "
+        fact += f"and it has {len(data) / second:.2f}; record it again"
+        warnings.warn(fact, stacklevel=2)
     return np.frombuffer(data, np.uint8)
 
 
@@ -135,25 +130,21 @@ def check_sound(samples: object) -> Float32s:
     """Return samples as `read_sound` does; raises `OptionError` for other arrays."""
     array = np.asarray(samples)
     if array.ndim != 1 or array.dtype.kind not in "f" or not np.isfinite(array).all():
-        raise _sound_error(
-            "a sound is a WAV file, or finite floats [samples] of one channel at "
-            f"{SAMPLE_RATE} samples a second; give one of them"
-        )
+        fact = "a sound is a WAV file, or finite floats [samples] of one channel at "
+        fact += f"{SAMPLE_RATE} samples a second; give one of them"
+        raise _sound_error(fact)
     _check_seconds("the sound", len(array) / SAMPLE_RATE)
     return array.astype(np.float32)
 
 
 def _check_seconds(name: str, seconds: float) -> None:
     if seconds < MIN_SECONDS:
-        raise _sound_error(
-            f"{name} has {seconds:.2f} s of sound, at least {MIN_SECONDS:g} are "
-            "needed; give a longer one"
-        )
+        fact = f"{name} has {seconds:.2f} s of sound, at least {MIN_SECONDS:g} are "
+        fact += "needed; give a longer one"
+        raise _sound_error(fact)
     if seconds > MAX_SECONDS:
-        raise _sound_error(
-            f"{name} is longer than {MAX_SECONDS / 3600:g} hours; cut it into shorter "
-            "files"
-        )
+        fact = f"{name} is longer than {MAX_SECONDS / 3600:g} hours"
+        raise _sound_error(f"{fact}; cut it into shorter files")
 
 
 def _to_floats(data: npt.NDArray[np.uint8], kind: int, width: int) -> Float32s:

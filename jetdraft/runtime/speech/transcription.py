@@ -12,10 +12,10 @@ import numpy.typing as npt
 from jetdraft.bundle import HOP, SAMPLE_RATE, Speech
 from jetdraft.contracts.tensors import Float32s
 from jetdraft.errors import OptionError
+from jetdraft.options import declared
 from jetdraft.runtime.drafts.rows import Rows
 from jetdraft.runtime.generation import Generation
 from jetdraft.runtime.loaded import LoadedBundle
-from jetdraft.runtime.measured.stats import Stats
 from jetdraft.runtime.passes.answer import Answer
 from jetdraft.runtime.piece import Piece, Result
 from jetdraft.runtime.planning.options import Options
@@ -36,9 +36,18 @@ _SAMPLES_PER_SLOT = round(SLOT_SECONDS * SAMPLE_RATE)
 class TranscribeOptions:
     """How to transcribe a sound: in which `language`, None to detect it."""
 
-    language: str | None = None
-    task: str = TRANSCRIBE
-    timestamps: bool = True
+    language: str | None = declared(
+        "prompt",
+        None,
+        'The language that is spoken, for example "de"; default: detect it.',
+    )
+    task: str = declared("prompt", TRANSCRIBE, "transcribe, or translate into English.")
+    timestamps: bool = declared(
+        "prompt",
+        True,
+        "Let the model write timestamps; windows of a long file then end where a "
+        "sentence ends.",
+    )
 
     def check(self, speech: Speech) -> None:
         """Raise `OptionError` for a language or a task that the model does not have."""
@@ -61,15 +70,13 @@ DEFAULT_TRANSCRIPT = TranscribeOptions()
 def check_speech(parts: LoadedBundle) -> Speech:
     """Return the bundle's `Speech`; raises `OptionError` for a model without it."""
     if parts.bundle.speech is None:
-        raise OptionError(
-            "the bundle's model reads text and hears nothing; export a checkpoint of "
-            "Whisper, or use jetdraft generate",
-            "file",
-        )
+        fact = "the bundle's model reads text and hears nothing"
+        fix = "export a checkpoint of Whisper, or use jetdraft generate"
+        raise OptionError(f"{fact}; {fix}", "file")
     return parts.bundle.speech
 
 
-class Transcription:
+class Transcription(Iterator[Segment]):
     """An iterator of `Segment`, with `stats` that fill up; any thread may `cancel` it.
 
     Each window of the sound is a generation; where timestamps cut off its last segment,
@@ -93,13 +100,7 @@ class Transcription:
         self._ends = parts.bundle.eos_token_ids
         self._samples, self._wanted, self._options = samples, wanted, options
         self._started = started
-        self.stats = Stats(
-            method=options.drafting.method,
-            exact=options.drafting.exact,
-            lossy=options.lossy,
-            seed=options.sampling.seed if options.sampling.temperature else None,
-            prompt_tokens=0,
-        )
+        self.stats = options.stats(0)
         self.language = wanted.language or ""
         self._pieces: list[Piece] = []
         self._window_pieces: list[Piece] = []
@@ -107,9 +108,6 @@ class Transcription:
         self._stream: Stream | None = None
         self._cancelled = False
         self._segments = self._transcribe()
-
-    def __iter__(self) -> "Transcription":
-        return self
 
     def __next__(self) -> Segment:
         return next(self._segments)
@@ -162,7 +160,7 @@ class Transcription:
             first = self._speech.first_timestamp
             window = Window.of(tokens, first, contract.source_slots)
             scores = self._score_window(features, result)
-            for segment in self._to_segments(window, begin, scores):
+            for segment in self._cut(window, begin, scores):
                 self._past_segments.append(segment)
                 yield segment
             if result.finish_reason not in (STOP, LENGTH):
@@ -219,29 +217,24 @@ class Transcription:
 
     def _generate(
         self,
-        features: Float32s,
+        sound: Float32s,
         prompt: list[int],
         options: Options,
         rules: LogitsProcessor,
     ) -> Result:
-        generation = Generation(
-            self._parts, self._planner, prompt, options, True, features, [rules]
-        )
+        given = self._parts, self._planner, prompt, options, True, sound, [rules]
+        generation = Generation(*given)
         self._stream, self._window_pieces = Stream(generation), generation.pieces
         if self._cancelled:
             self._stream.cancel()
         return self._stream.result()
 
-    def _to_segments(
-        self, window: Window, begin: int, scores: Scores
-    ) -> Iterator[Segment]:
+    def _cut(self, window: Window, begin: int, scores: Scores) -> Iterator[Segment]:
         """A window's segments with their text, in seconds of the whole sound."""
         offset, seconds = begin / SAMPLE_RATE, len(self._samples) / SAMPLE_RATE
         for first, last, tokens in window.spans:
-            start, end = (
-                round(min(offset + slot * SLOT_SECONDS, seconds), 2)
-                for slot in (first, last)
-            )
+            ends = (offset + slot * SLOT_SECONDS for slot in (first, last))
+            start, end = (round(min(place, seconds), 2) for place in ends)
             text = self._parts.text.stream([])
             said = text.push(tokens) + text.rest()
             yield Segment(start, end, said, tokens, offset, *scores)

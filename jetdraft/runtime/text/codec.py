@@ -4,6 +4,7 @@ import codecs
 import json
 import re
 from collections.abc import Iterable, Sequence
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -83,16 +84,13 @@ class TextCodec:
         return str(self._tokenizer.decode(ids, skip_special_tokens=False))
 
     def stream(
-        self,
-        prompt: Sequence[int],
-        ends: Iterable[int] = (),
-        show_special: bool = False,
+        self, prompt: Sequence[int], ends: Iterable[int] = (), special: bool = False
     ) -> "TextStream":
         """Make a stream of text after `prompt`, which may end inside a character.
 
-        It hides the tokens in `ends`, and special tokens unless `show_special`.
+        It hides the tokens in `ends`, and shows special tokens if `special`.
         """
-        return TextStream(self._bytes, prompt, ends, show_special)
+        return TextStream(self._bytes, prompt, ends, special)
 
 
 class TokenBytes:
@@ -118,10 +116,8 @@ class TokenBytes:
         if byte and (before or int(byte[1], 16) >= 0x80):
             return bytes([int(byte[1], 16)])
         # Special tokens are hidden by the caller, and others must not be left out here.
-        old, new = (
-            self._tokenizer.decode(ids, skip_special_tokens=False)
-            for ids in (before, [*before, id])
-        )
+        decode = partial(self._tokenizer.decode, skip_special_tokens=False)
+        old, new = decode(before), decode([*before, id])
         return new[len(old) :].encode()
 
 
@@ -203,10 +199,9 @@ def check_characters(count: int, capacity: int) -> None:
     """Raise `LengthError` for a text that cannot fit: encoding it may take minutes."""
     most = CHARACTERS_PER_TOKEN * capacity
     if count > most:
-        raise LengthError(
-            f"the prompt has {count} characters, at most {most} are read for a "
-            f"capacity of {capacity} tokens; shorten it"
-        )
+        fact = f"the prompt has {count} characters, at most {most} are read for a "
+        fact += f"capacity of {capacity} tokens; shorten it"
+        raise LengthError(fact)
 
 
 def check_ids(token_ids: Any, contract: StepContract) -> Int64s:
@@ -221,10 +216,8 @@ def check_ids(token_ids: Any, contract: StepContract) -> Int64s:
         raise OptionError("token_ids must be a list of integers", "prompt")
     ids = array.astype(np.int64)
     if len(ids) > contract.capacity:
-        raise LengthError(
-            f"the prompt has {len(ids)} tokens, the capacity is "
-            f"{contract.capacity}; shorten it or export with a larger --capacity"
-        )
+        fact = f"the prompt has {len(ids)} tokens, the capacity is {contract.capacity}"
+        raise LengthError(f"{fact}; shorten it or export with a larger --capacity")
     if ids.min() < 0 or ids.max() >= contract.vocab_size:
         wrong_id = ids[(ids < 0) | (ids >= contract.vocab_size)][0]
         fact = f"token id {wrong_id} is outside the vocabulary"

@@ -317,9 +317,8 @@ class Place:
         free: bool,
     ) -> None:
         texts = marks.begin, marks.lead + marks.end + marks.rest, marks.rest
-        self._begin, self._end, self._rest = (
-            tuple(codec.encode(text, add_special=False)) for text in texts
-        )
+        ids = (tuple(codec.encode(text, add_special=False)) for text in texts)
+        self._begin, self._end, self._rest = ids
         self._codec, self._most, self.free = codec, most, free
         state = marks.state(codec, prompt)
         self._reader = ThoughtReader(marks, state)

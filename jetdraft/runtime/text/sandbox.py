@@ -47,10 +47,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self.filters["tojson"] = _to_json
         own = {_WEIGH: lambda value: value}
         own[_JOIN] = lambda values: "".join(map(str, values))
-        self.filters = {
-            name: self._bounded_filter(name, function)
-            for name, function in {**self.filters, **own}.items()
-        }
+        known = {**self.filters, **own}
+        self.filters = {n: self._bounded_filter(n, known[n]) for n in known}
         self.filters[_STEP] = pass_context(lambda context, size: self._count_step(size))
         del self.globals["lipsum"]  # makes texts of any length
         self.globals |= {

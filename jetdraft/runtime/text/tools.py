@@ -11,12 +11,7 @@ from uuid import uuid4
 
 from jetdraft.errors import OptionError
 from jetdraft.parsing import read_json
-from jetdraft.runtime.text.constraint import (
-    COMPILE_SECONDS,
-    Constraint,
-    Matcher,
-    check_exact_numbers,
-)
+from jetdraft.runtime.text import constraint
 from jetdraft.runtime.text.stops import overlap
 from jetdraft.runtime.text.worker_main import SPACING
 from jetdraft.runtime.text.worker_process import Vocabulary
@@ -149,7 +144,7 @@ class Tools:
         if not isinstance(functions, list) or not all(map(_is_function, functions)):
             form = '[{"type": "function", "function": {"name": ...}}]'
             raise OptionError(f"give tools as {form}", "tools")
-        check_exact_numbers([functions, schema], "tools")
+        constraint.check_exact_numbers([functions, schema], "tools")
         if not functions:
             raise OptionError(f"tool_choice {self.choice!r} needs tools; give some")
         if self.choice not in ("auto", "required", *self.names):
@@ -223,21 +218,18 @@ class Tools:
     def _lark(self, text: str) -> str:
         """A text in Lark's notation, its special tokens as tokens; "" for no text."""
         parts = re.split(r"(<[^<>\s]+>|\[[A-Z_]+\])", text)
-        return " ".join(
-            self.lark(part) if n % 2 else json.dumps(part)
-            for n, part in enumerate(parts)
-            if part
-        )
+        writers = json.dumps, self.lark
+        return " ".join(writers[n % 2](part) for n, part in enumerate(parts) if part)
 
     def check(self, vocabulary: Vocabulary) -> None:
         """Compile each schema; raises `OptionError` that names a refused function."""
-        end = time.monotonic() + COMPILE_SECONDS
+        end = time.monotonic() + constraint.COMPILE_SECONDS
         for name, tool in zip(self.names, self.functions, strict=True):
             schema = json.dumps(_call_schema(tool["function"]))
             try:
-                constraint = Constraint("JSON schema", schema)
-                given = vocabulary, constraint, 0
-                Matcher(*given, lambda: time.monotonic() > end).prepare()
+                own = constraint.Constraint("JSON schema", schema)
+                given = vocabulary, own, 0, lambda: time.monotonic() > end
+                constraint.Matcher(*given).prepare()
             except OptionError as error:
                 raise OptionError(f"tool {name!r}: {error}", "constraint") from error
 
@@ -409,9 +401,7 @@ def _until(mark: str) -> str:
     return f"[suffix={json.dumps(mark)}]: {_TEXT}"
 
 
-def _call_rules(
-    form: CallFormat, name: str, function: dict[str, Any], lark: Lark
-) -> list[str]:
+def _call_rules(form: CallFormat, name: str, function: Schema, lark: Lark) -> list[str]:
     """The rules of a call of one function; the first is called `name`."""
     if form.name is None:
         return [f"{name}: {_json_rule(_call_schema(function, form.arguments))}"]

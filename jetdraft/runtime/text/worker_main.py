@@ -101,7 +101,9 @@ class Reader:
             raise RefusalError("no token of the vocabulary fits")
         self._path.clear()
         masks = [self._row_mask(path) for path in _row_paths(tokens, parents)]
-        return [_count_allowed(mask) for mask in masks], b"".join(masks)
+        counts = [int.from_bytes(mask, "little").bit_count() for mask in masks]
+        pairs = zip(counts, masks, strict=True)
+        return [n if mask != FORBIDDEN else -1 for n, mask in pairs], b"".join(masks)
 
     def forced(self, path: list[int]) -> Reply:
         """The tokens that must follow a path; empty if the path is forbidden."""
@@ -211,11 +213,6 @@ def _schema_path(
         if matcher(json.dumps(part)).get_error() == problem:
             return path + _schema_path(matcher, part, problem)
     return ""
-
-
-def _count_allowed(mask: bytes) -> int:
-    """How many tokens a mask allows; -1 for `FORBIDDEN`."""
-    return -1 if mask == FORBIDDEN else int.from_bytes(mask, "little").bit_count()
 
 
 def _row_paths(tokens: list[int], parents: list[int]) -> list[list[int]]:

@@ -199,9 +199,8 @@ def _run_program(end: int, setting: str) -> subprocess.Popen[bytes]:
     program, none = Path(__file__).with_name("worker_main.py"), subprocess.DEVNULL
     command = [sys.executable, "-I", str(program), str(end), setting]
     try:
-        return subprocess.Popen(
-            command, pass_fds=[end], stdin=none, stdout=none, stderr=none
-        )
+        silent: Any = {"stdin": none, "stdout": none, "stderr": none}
+        return subprocess.Popen(command, pass_fds=[end], **silent)
     except OSError as error:
         raise _start_error(error) from error
 

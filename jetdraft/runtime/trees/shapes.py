@@ -26,7 +26,7 @@ from jetdraft.devices.best_tree import best_tree
 from jetdraft.errors import DraftingError
 from jetdraft.runtime.drafts.noise import Distribution
 from jetdraft.runtime.drafts.rows import Kind, Rows
-from jetdraft.runtime.sampling.chooser import Sampling
+from jetdraft.runtime.sampling.chooser import Chooser, Sampling
 
 # How often the first, the second, ... coupled sibling is right
 # (docs/log/trees-and-verifiers.md).
@@ -38,7 +38,7 @@ class Tree:
     """The drafted rows, up to `budget`; the root's children are at `position`."""
 
     kind: Kind
-    sampling: Sampling
+    chooser: Chooser
     position: int
     budget: int
     tokens: list[int]
@@ -55,7 +55,8 @@ class Tree:
         position = self.position + self.depths[row]
         # Unique in a generation, since the root's position grows with every round.
         family = (self.position << 8) + row
-        return draw_siblings(self.kind, q, count, self.sampling, position, family)
+        sampling = self.chooser.sampling
+        return draw_siblings(self.kind, q, count, sampling, position, family)
 
     def add(self, row: int, q: Distribution, tokens: Sequence[int]) -> list[int]:
         """Add children, chosen from `q`, below a row; returns their row numbers."""
@@ -142,10 +143,9 @@ class Static(Shape):
             raise DraftingError("the tree has no rows; give the parent of each row")
         for row, parent in enumerate(parents, start=1):
             if not 0 <= parent < row:
-                raise DraftingError(
-                    f"row {row} of the tree has parent {parent}; parents come before "
-                    f"their children, so give 0 to {row - 1}"
-                )
+                fact = f"row {row} of the tree has parent {parent}"
+                fix = f"parents come before their children, so give 0 to {row - 1}"
+                raise DraftingError(f"{fact}; {fix}")
         self.parents = parents
         self._numbers: dict[int, int] = {}
 
@@ -184,9 +184,8 @@ class Kary(Shape):
 
     def __init__(self, branching: Sequence[int]) -> None:
         if not branching or min(branching) < 1:
-            raise DraftingError(
-                f"branching {list(branching)} is not a tree; give 1 or more per level"
-            )
+            fact = f"branching {list(branching)} is not a tree"
+            raise DraftingError(f"{fact}; give 1 or more per level")
         self.branching = branching
 
     def grow(self, tree: Tree, answers: Mapping[int, Distribution]) -> list[int]:
@@ -391,6 +390,5 @@ class ReachThreshold(Shape):
 
 
 # The shapes that an option's value is enough for, by name.
-SHAPES: dict[str, type[Best | Heap | ReachThreshold | Rerank | Comb | Merged]] = {
-    shape.name: shape for shape in (Best, Heap, ReachThreshold, Rerank, Comb, Merged)
-}
+_ALL = (Best, Heap, ReachThreshold, Rerank, Comb, Merged)
+SHAPES = {shape.name: shape for shape in _ALL}

@@ -110,10 +110,8 @@ def test_an_addition_reads_nothing_that_is_known(tmp_path, monkeypatch):
     store, others = open_store(tmp_path), open_store(tmp_path)
     for token in range(20):
         others.add(entry(token))
-    read, make = [], stores._parse_entry
-    monkeypatch.setattr(
-        stores, "_parse_entry", lambda *row: (read.append(row), make(*row))[1]
-    )
+    read, make = [], stores.Entry
+    monkeypatch.setattr(stores, "Entry", lambda *row: read.append(row) or make(*row))
     store.add(entry(20))
     assert prompts(store) == [[token] for token in range(20, -1, -1)]
     read.clear()

@@ -88,7 +88,7 @@ def test_only_candidates_come_to_the_host(pretended):
     assert graph.memory == Memory("cpu", copies=True)
     graph.cache.rewind(0)
     answer = graph.run(PROMPT[:8])
-    source = answer._source
+    source = answer._fetch.__self__
     assert source.stale
     seen = np.take_along_axis(answer.logits, answer.candidates, 1)
     assert not source.stale

@@ -316,7 +316,7 @@ def test_only_candidates_cross(model, branching, monkeypatch):
         else:
             answer = graph.run(PROMPT[: len(TREE[0])])
         bound = len(TREE[0]) * (64 * (8 + 4) + 4)
-        assert answer._source.stale
+        assert answer._fetch.__self__.stale
         assert 0 < crossed["upload"] <= bound
         assert 0 < crossed["download"] <= bound
 

@@ -154,8 +154,7 @@ def test_the_whole_is_computed_only_if_it_is_read():
         answer(logits), Rows.chain([OUTPUT[-1], *DRAFT]), PROMPT + OUTPUT
     )
     Chooser(Sampling(0.3, top_k=20)).choose(processed, range(ROWS))
-    assert processed._source is not None
-    assert not processed._source.is_filled
+    assert not processed._fetch.__self__.is_filled
     assert np.array_equal(processed.logits, penalized(logits))
 
 

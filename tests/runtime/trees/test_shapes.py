@@ -54,7 +54,7 @@ def after(token):
 
 def grow(shape, kind, budget=10, sampling=None):
     sampling = sampling or Sampling(1.0, seed=3)
-    tree = Tree(kind, sampling, position=30, budget=budget, tokens=[4])
+    tree = Tree(kind, Chooser(sampling), position=30, budget=budget, tokens=[4])
     answers, asked = {0: after(4)}, []
     while rows := shape.grow(tree, answers):
         assert len(set(rows)) == len(rows)
@@ -177,7 +177,8 @@ def test_a_shape_that_looks_at_draws_does_not_bias_them(shape, second):
     drafters = [Distribution(np.argsort(-x), np.sort(x)[::-1]) for x in q]
     samples = []
     for seed in range(1500):
-        tree = Tree(Kind.DISTINCT, Sampling(1.0, seed=seed), 30, 4, [0])
+        chooser = Chooser(Sampling(1.0, seed=seed))
+        tree = Tree(Kind.DISTINCT, chooser, 30, 4, [0])
         answers = {0: drafters[0]}
         while rows := shape.grow(tree, answers):
             answers = {row: drafters[1] for row in rows if tree.depths[row] == 1}
