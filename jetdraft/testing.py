@@ -15,7 +15,7 @@ from zipfile import ZipFile
 
 from jetdraft.errors import OutputError, printable
 from jetdraft.files import check_name
-from jetdraft.staging import writing
+from jetdraft.manifest import writing
 
 TOY_ZIP = Path(__file__).with_name("toy.zip")
 """The zip with the toy bundle, which tools/toy.py makes."""

@@ -16,8 +16,7 @@ if __name__ == "__main__":
 
 from jetdraft.bundle import Bundle
 from jetdraft.contracts.step_contract import StepContract
-from jetdraft.manifest import GraphEntry
-from jetdraft.staging import writing
+from jetdraft.manifest import GraphEntry, writing
 
 CONTRACT = StepContract(100, 32, 8, "float32", ((1, 16),))
 

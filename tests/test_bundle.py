@@ -15,9 +15,8 @@ from jetdraft import files, manifest, staging
 from jetdraft.bundle import Bundle, check_pair
 from jetdraft.contracts.step_contract import StepContract
 from jetdraft.errors import BundleError, ContractError, OutputError, PairError
-from jetdraft.manifest import MANIFEST, SCHEMA_VERSION, GraphEntry, Halves
+from jetdraft.manifest import MANIFEST, SCHEMA_VERSION, GraphEntry, Halves, writing
 from jetdraft.parsing import read_record
-from jetdraft.staging import writing
 from jetdraft.testing import toy_bundle
 from tests import manifests
 from tests.kills import CONTRACT, content, fill, make
@@ -458,7 +457,7 @@ def test_a_system_without_file_locks_is_one_line(tmp_path):
         "sys.modules |= {'fcntl': None, 'resource': None}\n"
         "del os.sched_getaffinity\n"
         "import jetdraft\n"
-        "from jetdraft.staging import writing\n"
+        "from jetdraft.manifest import writing\n"
         "model = jetdraft.load(sys.argv[1])\n"
         "assert model.generate('The robot', max_new_tokens=3).token_ids\n"
         "try:\n"

@@ -7,9 +7,8 @@ import numpy as np
 import onnxruntime
 import pytest
 
-from jetdraft.contracts.constants import CANDIDATES
 from jetdraft.contracts.step_contract import SplitContract, StepContract
-from jetdraft.contracts.tensors import TensorSpec, check_tensors
+from jetdraft.contracts.tensors import CANDIDATES, TensorSpec, check_tensors
 from jetdraft.errors import ContractError
 from jetdraft.parsing import RecordError, read_record
 from tests.toy_graphs import GUESSES, IDS, STEP, VOCABULARY, write_graph

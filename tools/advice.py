@@ -26,7 +26,7 @@ import click
 from jetdraft.cli import StandaloneCommand
 from jetdraft.cli.command import keyword_flags, option
 from jetdraft.cli.flags import PATH, json_option
-from jetdraft.contracts.constants import WIDEST
+from jetdraft.contracts.tensors import WIDEST
 from jetdraft.devices.cost_model import (
     MAX_READ_SHARE,
     TOKENS_PER_WEIGHT,

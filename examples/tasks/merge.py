@@ -13,7 +13,7 @@ import torch
 
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.streams import SHARED
-from jetdraft.staging import writing
+from jetdraft.manifest import writing
 
 
 @click.command()

@@ -28,7 +28,7 @@ from transformers import (
     AutoTokenizer,
 )
 
-from jetdraft.staging import writing
+from jetdraft.manifest import writing
 from jetdraft.train.data import IGNORED, Corpus
 from jetdraft.train.machine import precision, this_process
 

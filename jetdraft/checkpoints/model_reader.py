@@ -31,7 +31,7 @@ from jetdraft.checkpoints.folder import (
 from jetdraft.checkpoints.gguf import is_gguf, opened_gguf
 from jetdraft.checkpoints.packed import MXFP4, PackedWeights, load_tensors
 from jetdraft.checkpoints.recurrence import connect
-from jetdraft.contracts.constants import EXPERTS
+from jetdraft.contracts.tensors import EXPERTS
 from jetdraft.errors import CheckpointError, UnsupportedModelError, printable
 from jetdraft.ort import no_progress_bars, silenced
 from jetdraft.parsing import RecordError, read_record

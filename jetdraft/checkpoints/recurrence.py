@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import softplus
 from transformers.activations import ACT2FN
 
-from jetdraft.contracts.constants import WIDEST
+from jetdraft.contracts.tensors import WIDEST
 from jetdraft.native import DOMAIN
 from jetdraft.quant.grids import LAYOUT_VERSION
 

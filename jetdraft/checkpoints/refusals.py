@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers.initialization import no_init_weights
 
-from jetdraft.contracts.constants import EXPERTS
+from jetdraft.contracts.tensors import EXPERTS
 from jetdraft.errors import CheckpointError, UnsupportedModelError, printable
 from jetdraft.parsing import JsonError, read_json_file
 

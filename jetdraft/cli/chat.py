@@ -15,7 +15,7 @@ from jetdraft.errors import JetdraftError
 from jetdraft.runtime.conversation import Conversation
 from jetdraft.runtime.model import Model, load
 from jetdraft.runtime.passes.opener import LoadOptions
-from jetdraft.runtime.pictures import PictureInput, read_picture
+from jetdraft.runtime.passes.pictures import PictureInput, read_picture
 from jetdraft.runtime.planning.options import GenerateOptions
 from jetdraft.runtime.text.template import user_message
 

@@ -8,7 +8,7 @@ import click
 
 from jetdraft.cli.command import Command, keyword_flags
 from jetdraft.cli.flags import PATH, json_option
-from jetdraft.contracts.constants import WIDEST
+from jetdraft.contracts.tensors import WIDEST
 from jetdraft.devices.plan import (
     FREE,
     PROBES,

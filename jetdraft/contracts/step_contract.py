@@ -6,10 +6,12 @@ from enum import IntEnum
 from itertools import product
 from typing import Annotated
 
-from jetdraft.contracts.constants import CANDIDATES, FRAMES_PER_SLOT, MIN_SELECTED
 from jetdraft.contracts.tensors import (
     ALL,
     ANSWERS,
+    CANDIDATES,
+    FRAMES_PER_SLOT,
+    MIN_SELECTED,
     PREFIX,
     PROBES,
     ROWS,

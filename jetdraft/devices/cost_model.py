@@ -11,7 +11,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from jetdraft.contracts.constants import EXPERTS, WIDEST
+from jetdraft.contracts.tensors import EXPERTS, WIDEST
 from jetdraft.devices.device import PowerMode
 from jetdraft.errors import CheckpointError, UnsupportedModelError, importing
 from jetdraft.manifest import MANIFEST

@@ -6,7 +6,7 @@ from dataclasses import MISSING, asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from jetdraft.contracts.constants import WIDEST
+from jetdraft.contracts.tensors import WIDEST
 from jetdraft.devices.best_tree import best_tree
 from jetdraft.devices.cost_model import (
     BOUND,

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from jetdraft.contracts.constants import WIDEST
 from jetdraft.contracts.step_contract import StepContract
+from jetdraft.contracts.tensors import WIDEST
 from jetdraft.errors import ProviderError
 from jetdraft.ort import import_onnx, ort
 

@@ -7,12 +7,12 @@ import numpy as np
 import onnx_ir as ir
 import torch
 
-from jetdraft.contracts.constants import HIDDEN
 from jetdraft.contracts.step_contract import StepContract
+from jetdraft.contracts.tensors import HIDDEN
 from jetdraft.export.step import Step, dtype_of
 from jetdraft.native import DOMAIN
 from jetdraft.quant.blocks import Floats
-from jetdraft.quant.calibration import Windows
+from jetdraft.quant.divergence import Windows
 from jetdraft.quant.edits import Maker, initializer, new_value
 
 OPSET = 24  # The first that has TensorScatter and Attention over a part of a buffer.

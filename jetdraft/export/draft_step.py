@@ -12,8 +12,8 @@ from torch import Tensor
 from jetdraft.checkpoints.attention import IMPLEMENTATION, StepState, attending
 from jetdraft.checkpoints.heads.blocks import block_attention
 from jetdraft.checkpoints.heads.draft_module import DraftInputs, DraftModule
-from jetdraft.contracts.constants import HIDDEN
 from jetdraft.contracts.step_contract import TARGET_LENGTH, StepContract
+from jetdraft.contracts.tensors import HIDDEN
 from jetdraft.export import step
 from jetdraft.export.source_step import SourceStep
 from jetdraft.quant.edits import Maker

@@ -17,7 +17,7 @@ from jetdraft.checkpoints.layers import MAX_PADDING
 from jetdraft.checkpoints.model_reader import read_tokenizer
 from jetdraft.checkpoints.parameters import convert_while_running
 from jetdraft.errors import CheckpointError, PairError, printable
-from jetdraft.quant.calibration import Windows, own_attention
+from jetdraft.quant.divergence import Windows, own_attention
 from jetdraft.quant.grids import Matrix
 from jetdraft.quant.weights import Quantization
 

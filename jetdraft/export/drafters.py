@@ -29,7 +29,7 @@ from jetdraft.export.graphs import Job, share_weights, write_chain
 from jetdraft.export.step import Step, kv_shapes
 from jetdraft.manifest import GraphEntry
 from jetdraft.ort import silenced
-from jetdraft.quant.calibration import MAX_WINDOWS, WINDOW, Windows, second_moments
+from jetdraft.quant.divergence import MAX_WINDOWS, WINDOW, Windows, second_moments
 from jetdraft.quant.weights import Quantization
 from jetdraft.recipe import Recipe
 

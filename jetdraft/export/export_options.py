@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jetdraft.bundle import CONTRIB, DRAFTER, FLAVOURS, TARGET, is_adapter_name
-from jetdraft.contracts.constants import CAPACITY, MAX_WIDTH, MIN_SELECTED
+from jetdraft.contracts.tensors import CAPACITY, MAX_WIDTH, MIN_SELECTED
 from jetdraft.devices.providers import Provider, provider_named
 from jetdraft.errors import OptionError, printable
 from jetdraft.quant.choice import Limit

@@ -36,14 +36,13 @@ from jetdraft.export.graphs import Job, Progress, write_graphs, write_vision
 from jetdraft.export.measures import Measures
 from jetdraft.export.source_step import source_sizes
 from jetdraft.export.step import Sizes, buffer_sizes
-from jetdraft.manifest import GraphEntry
+from jetdraft.manifest import GraphEntry, writing
 from jetdraft.ort import silenced
 from jetdraft.quant.blocks import Floats
 from jetdraft.quant.choice import Limit
 from jetdraft.quant.stored import GridStack
 from jetdraft.quant.weights import Quantization
 from jetdraft.recipe import KERNELS
-from jetdraft.staging import writing
 
 __all__ = ["ExportOptions", "Limit", "export"]
 NO_HEAD = "none"  # The name of a head that leaves the target's own out.

@@ -22,9 +22,8 @@ from jetdraft.export.export_options import ExportOptions
 from jetdraft.export.graphs import Progress
 from jetdraft.quant import choice as choices
 from jetdraft.quant.blocks import Floats
-from jetdraft.quant.calibration import Windows, own_attention, second_moments
 from jetdraft.quant.choice import choose_drafter_recipe
-from jetdraft.quant.divergence import Divergence
+from jetdraft.quant.divergence import Divergence, Windows, own_attention, second_moments
 from jetdraft.quant.grids import GridMatrix
 from jetdraft.recipe import KERNELS, RUNGS, Recipe
 from jetdraft.runtime.text.template import ChatTemplate, user_message

@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from jetdraft.bundle import DRAFTER, FLAVOURS, TARGET, Bundle
-from jetdraft.contracts.constants import CAPACITY, MAX_WIDTH
+from jetdraft.contracts.tensors import CAPACITY, MAX_WIDTH
 from jetdraft.devices.cost_model import gguf_recipe
 from jetdraft.devices.device import Device
 from jetdraft.devices.plan import Question, does_not_fit_error, plan
 from jetdraft.devices.providers import AUTO, PROVIDERS, fastest_provider, provider_named
 from jetdraft.errors import OptionError, importing
+from jetdraft.manifest import check_output
 from jetdraft.options import declared, takes
 from jetdraft.recipe import (
     ALGORITHMS,
@@ -25,7 +26,6 @@ from jetdraft.recipe import (
     SCHEMES,
     Recipe,
 )
-from jetdraft.staging import check_output
 
 # The block size of a drafter's recipe that names none.
 _DRAFTER_BLOCK_SIZE = 32

@@ -13,8 +13,8 @@ from torch import Tensor
 from jetdraft.bundle import TARGET
 from jetdraft.checkpoints import attention
 from jetdraft.checkpoints.checkpoint import Checkpoint
-from jetdraft.contracts.constants import FRAMES_PER_SLOT, WIDEST
 from jetdraft.contracts.step_contract import StepContract
+from jetdraft.contracts.tensors import FRAMES_PER_SLOT, WIDEST
 from jetdraft.errors import UnsupportedModelError
 from jetdraft.export.export_options import ExportOptions
 from jetdraft.export.source_step import EncoderStep, SourceStep, source_sizes

@@ -16,8 +16,8 @@ from onnx_ir import Value
 from onnx_ir.passes import common
 
 from jetdraft.checkpoints.checkpoint import Checkpoint
-from jetdraft.contracts.constants import HIDDEN
 from jetdraft.contracts.step_contract import SELECTING, Reading, Selection, StepContract
+from jetdraft.contracts.tensors import HIDDEN
 from jetdraft.errors import UnsupportedModelError
 from jetdraft.export.attentions import OPSET, attentions, has_sinks, is_shared, windowed
 from jetdraft.export.seams import trained_length

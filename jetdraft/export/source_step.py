@@ -11,11 +11,10 @@ from transformers.modeling_outputs import BaseModelOutput
 from jetdraft.bundle import PATCHES, Vision
 from jetdraft.checkpoints import attention
 from jetdraft.checkpoints.attention import KeysAndValues, SourceState, StepState
-from jetdraft.contracts.constants import HIDDEN
 from jetdraft.contracts.step_contract import StepContract
-from jetdraft.contracts.tensors import TensorSpec
+from jetdraft.contracts.tensors import HIDDEN, TensorSpec
 from jetdraft.export.step import Specs, Step, dtype_of, make_state, zeros
-from jetdraft.runtime.pictures import encoder_inputs
+from jetdraft.runtime.passes.pictures import encoder_inputs
 
 _TRACED_SQUARES = 7  # Squares of patches, each a row, that the tracer sees.
 _TRACED_SOURCE = 9  # Tokens of the source that the tracer sees.

@@ -14,9 +14,8 @@ from jetdraft.checkpoints.attention import PassThroughCache, StepState, attendin
 from jetdraft.checkpoints.layers import Taps, decoder_layers, watch_input
 from jetdraft.checkpoints.recurrence import States
 from jetdraft.checkpoints.streams import ProbedModel, PromptedModel, StreamedModel
-from jetdraft.contracts.constants import HIDDEN
 from jetdraft.contracts.step_contract import PARENTS, SCORES, STATE_ROWS, StepContract
-from jetdraft.contracts.tensors import TensorSpec
+from jetdraft.contracts.tensors import HIDDEN, TensorSpec
 from jetdraft.errors import JetdraftError, UnsupportedModelError
 
 # Different sizes, so that the tracer does not merge two axes into one.

@@ -31,7 +31,7 @@ class Quantization:
     """A recipe, and what it must know of the model.
 
     `head` names the head's weight. A `standard` graph has DequantizeLinear before its
-    MatMul, and embeddings of floats. `moments` are of `calibration.second_moments`.
+    MatMul, and embeddings of floats. `moments` are of `divergence.second_moments`.
     `packed` has the checkpoint's integers by name, `rounded` measured weights until
     they are used. `borrowed` maps names of matrices to names in `lender`.
     """

@@ -20,8 +20,8 @@ from jetdraft.runtime.measured.stats import Round
 from jetdraft.runtime.measured.widths import prefill_widths
 from jetdraft.runtime.passes.answer import Answer, Target
 from jetdraft.runtime.passes.buffers import SourceInput, source_tokens
+from jetdraft.runtime.passes.pictures import Tiles
 from jetdraft.runtime.passes.prefix import Prefix
-from jetdraft.runtime.pictures import Tiles
 from jetdraft.runtime.piece import Piece
 from jetdraft.runtime.planning.options import Options
 from jetdraft.runtime.planning.planner import Offer, Planner

@@ -48,10 +48,10 @@ from jetdraft.runtime.passes.opener import (
     Weights,
     check_load_options,
 )
+from jetdraft.runtime.passes.pictures import NO_IMAGES, Tiles, cut
 from jetdraft.runtime.passes.prefix import Prefix
 from jetdraft.runtime.passes.pruned_halves import PrunedHalves
 from jetdraft.runtime.passes.session import Spinning, default_threads, threads_of_pair
-from jetdraft.runtime.pictures import NO_IMAGES, Tiles, cut
 from jetdraft.runtime.text.codec import TextCodec
 from jetdraft.runtime.text.worker_process import Vocabulary
 

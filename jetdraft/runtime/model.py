@@ -17,8 +17,8 @@ from jetdraft.runtime.claim import CLOSED_MESSAGE
 from jetdraft.runtime.generation import Generation
 from jetdraft.runtime.loaded import LoadedBundle
 from jetdraft.runtime.passes.opener import LoadOptions
+from jetdraft.runtime.passes.pictures import NO_IMAGES, PictureInput, cut, read_picture
 from jetdraft.runtime.passes.prefix import load_prefix, save_prefix
-from jetdraft.runtime.pictures import NO_IMAGES, PictureInput, cut, read_picture
 from jetdraft.runtime.piece import Result
 from jetdraft.runtime.planning.drafting import Drafting
 from jetdraft.runtime.planning.options import GenerateOptions, Options

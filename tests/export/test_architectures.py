@@ -18,8 +18,8 @@ from onnx_ir.passes import common
 from safetensors.torch import load_file, save_file
 
 from jetdraft.checkpoints.checkpoint import Checkpoint
-from jetdraft.contracts.constants import WIDEST
 from jetdraft.contracts.step_contract import StepContract
+from jetdraft.contracts.tensors import WIDEST
 from jetdraft.errors import CheckpointError, UnsupportedModelError
 from jetdraft.export.attentions import attentions, use_own_attention
 from jetdraft.export.fusing import fill_packets, fuse

@@ -20,7 +20,7 @@ from jetdraft.export.draft_acceptance import with_acceptance
 from jetdraft.export.draft_vocab import frequent_tokens
 from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.export.measures import sample_text
-from jetdraft.quant.calibration import Windows, own_attention
+from jetdraft.quant.divergence import Windows, own_attention
 from jetdraft.recipe import Recipe
 from jetdraft.runtime.passes.opener import Opener
 from jetdraft.runtime.passes.session import ONE_THREAD

@@ -18,8 +18,7 @@ from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.errors import CheckpointError, OptionError, UnsupportedModelError
 from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.methods.eagle.task import EagleSettings, EagleTask
-from jetdraft.quant.calibration import Windows, own_attention
-from jetdraft.quant.divergence import Divergence
+from jetdraft.quant.divergence import Divergence, Windows, own_attention
 from jetdraft.recipe import Recipe
 from jetdraft.runtime.measured.cost_model import MIN_MS
 from jetdraft.runtime.sampling.chooser import Sampling

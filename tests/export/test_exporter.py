@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 
 import jetdraft
 from jetdraft.cli.export import command
-from jetdraft.contracts.constants import CAPACITY, MAX_WIDTH
+from jetdraft.contracts.tensors import CAPACITY, MAX_WIDTH
 from jetdraft.errors import (
     CheckpointError,
     DeviceError,

@@ -169,7 +169,7 @@ def test_the_numbers_are_nearly_those_of_floats(quantized, model):
 def test_scales_make_the_largest_number_the_largest_integer(quantized, pair):
     """Checked on values, which no rotation mixes: they are v_proj's outputs."""
     from jetdraft.checkpoints.checkpoint import Checkpoint
-    from jetdraft.quant.calibration import Windows
+    from jetdraft.quant.divergence import Windows
 
     folder = quantized.bundle.path
     graph = onnx.load(folder / "drafter.onnx").graph

@@ -22,7 +22,7 @@ from unittest import mock
 
 from jetdraft.errors import JetdraftError
 from jetdraft.files import write_text
-from jetdraft.staging import writing
+from jetdraft.manifest import writing
 from jetdraft.testing import toy_bundle
 from tests.fuzz import Fault, Subject
 from tests.kills import content, fill

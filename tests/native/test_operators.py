@@ -11,7 +11,7 @@ import torch
 from onnx import TensorProto, helper
 
 from jetdraft.checkpoints.recurrence import causal_convolution, linear_attention
-from jetdraft.contracts.constants import HIDDEN, WIDEST
+from jetdraft.contracts.tensors import HIDDEN, WIDEST
 from jetdraft.errors import ContractError
 from jetdraft.native import DOMAIN
 from jetdraft.quant.grids import GRIDS, LAYOUT_VERSION

@@ -11,7 +11,6 @@ from jetdraft.errors import DataError, OptionError
 from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.export.measures import QUESTIONS, REPLY_TOKENS, sample_text
 from jetdraft.quant.algorithms import quantize
-from jetdraft.quant.calibration import Windows, own_attention, second_moments
 from jetdraft.quant.choice import (
     DRAFTER_CHOICES,
     MIX_SHARE,
@@ -20,7 +19,7 @@ from jetdraft.quant.choice import (
     choose_drafter_recipe,
     choose_recipe,
 )
-from jetdraft.quant.divergence import Divergence
+from jetdraft.quant.divergence import Divergence, Windows, own_attention, second_moments
 from jetdraft.recipe import HEAD, RUNGS, Recipe
 from tests.programs import assert_refused, succeed
 from tests.programs import jetdraft as command

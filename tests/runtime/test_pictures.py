@@ -19,7 +19,12 @@ from tokenizers import AddedToken
 import jetdraft
 from jetdraft.cli import main as cli
 from jetdraft.errors import OptionError
-from jetdraft.runtime.pictures import MAX_PIXELS, cut, encoder_inputs, read_picture
+from jetdraft.runtime.passes.pictures import (
+    MAX_PIXELS,
+    cut,
+    encoder_inputs,
+    read_picture,
+)
 from jetdraft.server import Limits
 from jetdraft.server.app import Service
 from tests.programs import printed

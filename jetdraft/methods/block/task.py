@@ -12,7 +12,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from jetdraft.checkpoints import attention
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.heads.head_layers import HeadConfig
-from jetdraft.contracts.constants import HIDDEN
+from jetdraft.contracts.tensors import HIDDEN
 from jetdraft.errors import DataError, OptionError
 from jetdraft.export.seams import position_limit
 from jetdraft.methods.block import module

@@ -14,7 +14,7 @@ from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.heads.draft_module import DraftInputs, DraftModule, Reads
 from jetdraft.checkpoints.heads.head_files import HeadFiles
 from jetdraft.checkpoints.heads.head_layers import HeadConfig
-from jetdraft.contracts.constants import HIDDEN
+from jetdraft.contracts.tensors import HIDDEN
 from jetdraft.errors import CheckpointError
 from jetdraft.methods.glide.module import attend_to_target
 

@@ -12,7 +12,7 @@ from jetdraft.checkpoints.heads import head_layers
 from jetdraft.checkpoints.heads.draft_module import DraftInputs, DraftModule, Reads
 from jetdraft.checkpoints.heads.head_files import HeadFiles, Sizes, Tensors
 from jetdraft.checkpoints.layers import head_size
-from jetdraft.contracts.constants import HIDDEN
+from jetdraft.contracts.tensors import HIDDEN
 from jetdraft.errors import CheckpointError, UnsupportedModelError
 
 ARCHITECTURE = "GlideDrafter"  # What the config of a drafter calls it.

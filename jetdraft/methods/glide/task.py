@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from jetdraft.checkpoints.layers import decoder_layers, final_norm
-from jetdraft.contracts.constants import HIDDEN
+from jetdraft.contracts.tensors import HIDDEN
 from jetdraft.errors import UnsupportedModelError
 from jetdraft.methods.glide.module import ARCHITECTURE, Glide
 from jetdraft.train.data import Batch

@@ -4,8 +4,8 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from jetdraft.contracts.constants import WIDEST
 from jetdraft.contracts.step_contract import StepContract
+from jetdraft.contracts.tensors import WIDEST
 from jetdraft.methods.ppd.sparse_trees import SparsePlan, best_plan
 from jetdraft.options import check_ranges, range_between
 from jetdraft.runtime.drafts.rows import Kind, Rows, Tokens

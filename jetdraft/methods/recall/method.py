@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 from difflib import SequenceMatcher
 
-from jetdraft.contracts.constants import WIDEST
+from jetdraft.contracts.tensors import WIDEST
 from jetdraft.errors import OptionError
 from jetdraft.runtime.drafts.rows import Rows, Tokens
 from jetdraft.runtime.history.store import MAX_TOKENS, ResponseStore, Similarity

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from jetdraft.contracts.constants import WIDEST
+from jetdraft.contracts.tensors import WIDEST
 from jetdraft.runtime.loaded import LoadedBundle
 from jetdraft.runtime.passes.answer import Target
 from jetdraft.runtime.proposers.drafter_methods import lacks_probes, probe_proposer

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from jetdraft.contracts.constants import WIDEST
+from jetdraft.contracts.tensors import WIDEST
 from jetdraft.runtime.drafts.rows import Rows, Tokens
 from jetdraft.runtime.history.trigrams import WINDOW, Counts, TreeSearch, Trigrams
 from jetdraft.runtime.loaded import LoadedBundle

@@ -5,8 +5,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
-from jetdraft.contracts.constants import WIDEST
-from jetdraft.contracts.tensors import Float32s, Int64s
+from jetdraft.contracts.tensors import WIDEST, Float32s, Int64s
 from jetdraft.runtime.drafts.rows import Tokens
 from jetdraft.runtime.passes.answer import Answer
 from jetdraft.runtime.passes.graph import Graph

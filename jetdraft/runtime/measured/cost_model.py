@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from statistics import median_low
 from typing import Any
 
-from jetdraft.contracts.constants import WIDEST
+from jetdraft.contracts.tensors import WIDEST
 from jetdraft.parsing import Size, read_record
 from jetdraft.runtime.measured.stats import Round
 

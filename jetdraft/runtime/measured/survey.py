@@ -10,8 +10,8 @@ from threading import RLock
 
 import numpy as np
 
-from jetdraft.contracts.constants import WIDEST
 from jetdraft.contracts.step_contract import StepContract
+from jetdraft.contracts.tensors import WIDEST
 from jetdraft.runtime.claim import StoppedError
 from jetdraft.runtime.drafts.rows import NO_PROBING, Probing, Tokens
 from jetdraft.runtime.measured.cost_model import Curve

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from jetdraft.bundle import Bundle
-from jetdraft.contracts.constants import WIDEST
 from jetdraft.contracts.step_contract import StepContract
+from jetdraft.contracts.tensors import WIDEST
 from jetdraft.devices.detection import detect_machine, processor_digest, processor_name
 from jetdraft.errors import ProviderError
 from jetdraft.files import replacing

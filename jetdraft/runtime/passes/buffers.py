@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from jetdraft.contracts.constants import WIDEST
 from jetdraft.contracts.step_contract import SOURCE_LENGTH, StepContract
-from jetdraft.contracts.tensors import Float32s, TensorSpec, check_tensors
+from jetdraft.contracts.tensors import WIDEST, Float32s, TensorSpec, check_tensors
 from jetdraft.errors import ContractError
 from jetdraft.native import OPERATORS
 from jetdraft.ort import ort

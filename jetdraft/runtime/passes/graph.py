@@ -7,16 +7,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jetdraft.contracts.constants import WIDEST
 from jetdraft.contracts.step_contract import SELECTING, STATE_ROWS, Reading
-from jetdraft.contracts.tensors import Float32s, Int64s
+from jetdraft.contracts.tensors import WIDEST, Float32s, Int64s
 from jetdraft.ort import ort
 from jetdraft.runtime.drafts.rows import NO_PROBES, NO_PROBING, Probes, Probing, Rows
 from jetdraft.runtime.passes.answer import Answer, Ran, answer_of
 from jetdraft.runtime.passes.binding import PassBinding, VisibleSlots
 from jetdraft.runtime.passes.buffers import HOST, Cache, Memory, SourceBuffers
+from jetdraft.runtime.passes.pictures import PictureRows
 from jetdraft.runtime.passes.session import Captures, StepSession, StepSessions
-from jetdraft.runtime.pictures import PictureRows
 
 MAX_WIDE_BINDINGS = 8  # Bindings for prompts, which may have any length.
 MIN_LENGTH = 256  # The smallest `total_length` of captured graphs.

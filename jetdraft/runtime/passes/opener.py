@@ -29,13 +29,13 @@ from jetdraft.options import Flag
 from jetdraft.ort import import_onnx, ort
 from jetdraft.runtime.passes.buffers import HOST, Memory, SourceBuffers
 from jetdraft.runtime.passes.graph import Graph
+from jetdraft.runtime.passes.pictures import PictureRows
 from jetdraft.runtime.passes.session import (
     Captures,
     StepSessions,
     Threads,
     open_session,
 )
-from jetdraft.runtime.pictures import PictureRows
 
 OFF = "off"  # The value of `drafter_provider` that leaves the drafter out.
 

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from jetdraft.contracts.constants import WIDEST
-from jetdraft.contracts.tensors import Float32s, Int64s
+from jetdraft.contracts.tensors import WIDEST, Float32s, Int64s
 from jetdraft.errors import BundleError
 from jetdraft.files import read_arrays, write_arrays
 from jetdraft.parsing import read_json

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from jetdraft.contracts.constants import WIDEST
+from jetdraft.contracts.tensors import WIDEST
 from jetdraft.devices.best_tree import best_tree
 from jetdraft.runtime.drafts.rows import NO_PROBING, Probing
 from jetdraft.runtime.measured.cost_model import Curve, Profit

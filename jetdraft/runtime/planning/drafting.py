@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from jetdraft.contracts.constants import WIDEST
+from jetdraft.contracts.tensors import WIDEST
 from jetdraft.errors import DraftingError, OptionError
 from jetdraft.options import check_flags, check_ranges, range_between
 from jetdraft.runtime.planning.registry import AUTO, NONE, methods

@@ -11,11 +11,11 @@ from typing import Annotated, Any, TypedDict, Unpack
 import numpy as np
 import numpy.typing as npt
 
-from jetdraft.contracts.constants import CANDIDATES
+from jetdraft.contracts.tensors import CANDIDATES
 from jetdraft.errors import OptionError
 from jetdraft.options import Flag, check_ranges, range_between
 from jetdraft.runtime.measured.stats import Stats
-from jetdraft.runtime.pictures import PictureInput, read_picture
+from jetdraft.runtime.passes.pictures import PictureInput, read_picture
 from jetdraft.runtime.planning.drafting import Drafting
 from jetdraft.runtime.planning.registry import AUTO, NONE, methods
 from jetdraft.runtime.proposers.method import MethodOptions

@@ -9,9 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from jetdraft.contracts.constants import WIDEST
 from jetdraft.contracts.step_contract import Reading
-from jetdraft.contracts.tensors import Float32s, Int64s
+from jetdraft.contracts.tensors import WIDEST, Float32s, Int64s
 from jetdraft.devices.providers import SELECTION, check_on_cpu
 from jetdraft.errors import DraftingError, JetdraftError, OptionError
 from jetdraft.learning.lessons import CANDIDATES, MAX_PLACES, MAX_TOKENS, Lesson

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-from jetdraft.contracts.constants import WIDEST
+from jetdraft.contracts.tensors import WIDEST
 from jetdraft.runtime.drafts.rows import Rows, Tokens
 from jetdraft.runtime.history.store import ResponseStore
 from jetdraft.runtime.proposers.proposer import Parents, Proposer, Traits

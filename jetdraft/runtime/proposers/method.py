@@ -12,7 +12,7 @@ from types import NoneType, UnionType
 from typing import Any, Generic, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from jetdraft.bundle import Bundle
-from jetdraft.contracts.constants import CANDIDATES, WIDEST
+from jetdraft.contracts.tensors import CANDIDATES, WIDEST
 from jetdraft.errors import DraftingError, OptionError
 from jetdraft.options import Range, check_ranges, range_between
 from jetdraft.runtime.drafts.rows import Kind

@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jetdraft.contracts.constants import WIDEST
+from jetdraft.contracts.tensors import WIDEST
 from jetdraft.runtime.drafts.rows import Kind, Rows, Tokens
 from jetdraft.runtime.measured.stats import Round, Stats
 from jetdraft.runtime.passes.answer import Answer

@@ -9,7 +9,7 @@ import pytest
 
 import jetdraft
 from jetdraft.bundle import Bundle
-from jetdraft.contracts.constants import WIDEST
+from jetdraft.contracts.tensors import WIDEST
 from jetdraft.runtime import claim
 from jetdraft.runtime.claim import StoppedError
 from jetdraft.runtime.measured import survey as surveys
