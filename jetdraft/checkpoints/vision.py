@@ -27,9 +27,9 @@ FULL = "jetdraft_flash"  # transformers gives an attention of such a name all ro
 class Family:
     """How models of a type read pictures.
 
-    `encode` makes rows of a model's inner model and the tensors of `encoder_inputs`.
-    `fields` are those of `Vision` by the processor and the config, `text` has what
-    `TEXTS` names. With `axes` the rows of a picture turn by line and column too.
+    `encode` makes rows from the inner model and the tensors of `encoder_inputs`.
+    `fields` gives fields of `Vision` by processor and config; `text` has what `TEXTS`
+    names. With `axes` the rows of a picture turn by line and column too.
     """
 
     encode: Callable[..., Tensor]

@@ -273,8 +273,8 @@ _PAGE, _LARGE = 4096, 1 << 16  # Large tensors begin at a page, to be mapped alo
 def share_weights(file: Path, other: Path) -> None:
     """Let the graph `file` read equal tensors from the weights file of `other`."""
     model = onnx.load(file, load_external_data=False)
-    lent = _external_tensors(onnx.load(other, load_external_data=False))
-    theirs = {_tensor_digest(other.parent, tensor): tensor for tensor in lent}
+    found = _external_tensors(onnx.load(other, load_external_data=False))
+    theirs = {_tensor_digest(other.parent, tensor): tensor for tensor in found}
     tensors = _external_tensors(model)
     if not tensors:
         return

@@ -307,7 +307,7 @@ class LoadedBundle:
     def encode_pictures(
         self, prompt: Sequence[int], pictures: Sequence[Tiles]
     ) -> Sequence[int]:
-        """Encode the pictures of a prompt; return its ids with those of their rows."""
+        """Encode the pictures of a prompt; return its ids, of rows too."""
         rows, token = self.target.pictures, self.picture_token
         if rows is None or token is None:
             return prompt

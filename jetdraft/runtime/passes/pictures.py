@@ -2,7 +2,7 @@
 
 A row of a picture is a word that no vocabulary has: its id is `Vision.first_row` or
 more, and the target's graph reads it from a buffer in place of an embedding. So equal
-pictures have equal ids, and rows of the prompt are kept as those of any text.
+pictures have equal ids, and a prompt's rows are kept like a text's.
 """
 
 from __future__ import annotations
@@ -354,7 +354,7 @@ class PictureRows:
         """Set the rotation of each slot for a prompt with rows at these places.
 
         A row turns by the place where its picture begins, plus its line or column; the
-        text after it goes on behind the longer edge.
+        text after it follows the longer edge.
         """
         if not self._turns:
             return

@@ -23,8 +23,8 @@ class LookupProposer(Proposer):
     right in 0.15 of the places, after two or three in 0.4 to 0.8, after eight and more
     in 0.95 (docs/log/controller.md). So a draft is no longer than its match, or
     `max_match`. At the end of the sequence it continues with its own beginning. A
-    `source` is looked up too, since summaries and corrections copy it. No draft has the
-    token `end`, such as that of a picture.
+    `source` is looked up too, since summaries and corrections copy it. A draft ends
+    before the token `end`, such as a picture's.
     """
 
     def __init__(
