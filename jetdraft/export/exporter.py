@@ -239,9 +239,13 @@ def _make_contract(
         feature_size=checkpoint.taps.size if checkpoint.taps else 0,
         draft_vocab=drafted if name == DRAFTER else 0,
     )
-    if name == TARGET:
-        size, turns = checkpoint.picture_sizes
+    size, turns = checkpoint.picture_sizes
+    is_cut = checkpoint.taps is not None and bool(checkpoint.taps.cut)
+    if name == TARGET and size and not (is_cut or probes):
         contract = replace(contract, picture_size=size, turn_size=turns)
+    elif name == TARGET and size:
+        fact = "a target with streams, or in halves, reads no images"
+        warnings.warn(f"passed over: {fact}; export it without them", stacklevel=4)
     if probes is not None:
         contract = replace(contract, streams=probes.gamma)
     if isinstance(probes, PromptSettings):

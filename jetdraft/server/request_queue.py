@@ -336,6 +336,8 @@ class PrefixFolder:
     def save(self, model: Model, prompt: Sequence[int]) -> None:
         """Save the beginning that `prompt` shares with an earlier prompt, if new."""
         ids, shared = np.asarray(prompt, np.int64), 0
+        is_row = ids == model.parts.picture_token  # A file has no images.
+        ids = ids[: np.argmax(is_row)] if is_row.any() else ids
         saved, _ = self._longest(model, prompt)
         with self._lock:
             for earlier in self._prompts:
