@@ -59,6 +59,11 @@ class ServeOptions:
         "clients; default: each model keeps the rows of its last text.",
         metavar="DIR",
     )
+    images: Path | None = _server(
+        None,
+        "Let requests name image files below this folder, as file:// addresses.",
+        metavar="DIR",
+    )
     drain: int = _server(30, "Seconds to finish texts after SIGTERM.", least=0)
 
 
@@ -102,6 +107,7 @@ def command(
         pool = Pool(bundle, server.models, options["method"], **runtime)
         name = server.name or bundle.resolve().name
         access = key or "", server.allow_origin
-        service = app.Service(pool, name, limits, *access, server.prefixes)
+        folders = server.prefixes, server.images
+        service = app.Service(pool, name, limits, *access, *folders)
         click.echo(f"{service.name} answers at {' and '.join(places)}", err=True)
         http_server.run(service, listeners, server.host, server.drain)

@@ -29,6 +29,7 @@ from jetdraft.errors import JetdraftError
 from jetdraft.parsing import JsonError, read_json
 from jetdraft.runtime.pool import Pool
 from jetdraft.runtime.speech.transcription import check_speech
+from jetdraft.runtime.text.template import take_images
 from jetdraft.server import Limits, RequestError, ollama_api, refusal_fields
 from jetdraft.server.block_apis import MESSAGES, RESPONSES
 from jetdraft.server.connection import Admission, refusal_response
@@ -91,11 +92,12 @@ class Service:
         api_key: str = "",
         origins: Sequence[str] = (),
         prefixes: Path | None = None,
+        images: Path | None = None,
     ) -> None:
         self.pool, self.limits = pool, limits
         # The models in requests: the bundle's, and with each adapter by its name.
         self.name, self.names = name, [name, *pool.models[0].bundle.adapters]
-        self._origins, self._key = tuple(origins), api_key
+        self._origins, self._key, self._images = tuple(origins), api_key, images
         self._admission, self._model = Admission(api_key), pool.models[0]
         parts = self._model.parts
         whole = json.dumps([__version__, parts.profiles.machine], sort_keys=True)
@@ -215,6 +217,7 @@ class Service:
         name = self._checked_name(body.get("model", self.name))
         limits, defaults = self.limits, self._model.defaults
         wanted = GenerationRequest.of(body, chat, limits.max_new_tokens, defaults)
+        self._check_images(take_images(wanted.messages)[1])
         if wanted.count > 1 and dialect not in (CHATS, COMPLETIONS):
             raise RequestError("this API gives one text; leave n out", "n")
         if chat and wanted.tools is not None:
@@ -319,6 +322,14 @@ class Service:
         except ClientDisconnect:
             raise RequestError("the client has gone", status=499) from None
         return data
+
+    def _check_images(self, images: Sequence[bytes | Path]) -> None:
+        """Raise `RequestError` for files that are not below the folder of images."""
+        for file in (image for image in images if isinstance(image, Path)):
+            folder = self._images and self._images.resolve()
+            if folder is None or not file.resolve().is_relative_to(folder):
+                fact = f"{file} is not below the folder of serve --images"
+                raise RequestError(f"{fact}; send the image as data:", "messages")
 
     def _checked_name(self, name: Any) -> str:
         """Return the name of a model or adapter; raises `RequestError`."""

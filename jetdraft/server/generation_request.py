@@ -7,7 +7,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from hashlib import sha256
 from math import inf
+from pathlib import Path
 from typing import Any, Self
+from urllib.parse import unquote
 
 from jetdraft.parsing import JsonError, read_json
 from jetdraft.runtime.model import Model
@@ -421,6 +423,8 @@ def _read_part(part: object, at: str) -> Message:
             rule = 'a part {"type": "text", "text": "..."}, or an image_url'
             raise _field_error(at, rule)
     start, _, encoded = data.partition(";base64,")
+    if data.startswith("file://"):
+        return {"type": "image", "image": Path(unquote(data.removeprefix("file://")))}
     try:
         if not start.startswith("data:"):
             raise ValueError
@@ -430,8 +434,8 @@ def _read_part(part: object, at: str) -> Message:
         raise _field_error(at, rule) from error
 
 
-def _image_digest(image: bytes) -> str:
-    return sha256(image).hexdigest()
+def _image_digest(image: bytes | Path) -> str:
+    return str(image) if isinstance(image, Path) else sha256(image).hexdigest()
 
 
 def _read_call(call: Any, at: str) -> Any:

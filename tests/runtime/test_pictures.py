@@ -333,13 +333,22 @@ SEEN = {
 UNSEEN = ["http://x/y.png", "data:image/png;base64,###", "data:;base64,AAAA", "x.png"]
 
 
-def test_the_server_takes_pictures_in_every_dialect(both):
+def test_the_server_takes_pictures_in_every_dialect(both, tmp_path):
     model, path = both[0], "/v1/chat/completions"
     said = model.chat(asked(image_of(picture(8)), text_of("a")), max_new_tokens=6).text
     with (
         jetdraft.Pool(model.bundle.path, 1, threads=1) as pool,
-        served(Service(pool, "eyes", Limits())) as address,
+        served(Service(pool, "eyes", Limits(), images=tmp_path)) as address,
     ):
+        (tmp_path / "x y.png").write_bytes(base64.b64decode(DATA))
+        (tmp_path / "link.png").symlink_to(__file__)
+        for name, expected in (("x%20y.png", 200), ("link.png", 400), ("../a", 400)):
+            url = {"url": f"file://{tmp_path}/{name}"}
+            parts = {"type": "image_url", "image_url": url}, text_of("a")
+            status, answer = post(address, path, {**SHORT, "messages": asked(*parts)})
+            assert status == expected, answer
+            if status == 200:
+                assert answer["choices"][0]["message"]["content"] == said
         for place, body in SEEN.items():
             status, answer = post(address, place, body)
             assert status == 200, answer

@@ -12,6 +12,7 @@ import io
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -62,13 +63,18 @@ def read_picture(given: object) -> npt.NDArray[np.uint8]:
 
     try:
         if isinstance(given, (str, Path)):
-            given = Path(given).read_bytes()
-        if isinstance(given, bytes):
-            given = pillow.open(io.BytesIO(given), formats=FORMATS)
-        if not isinstance(given, pillow.Image):
+            if Path(given).exists() and not Path(given).is_file():
+                raise _refusal(f"{given} is not an image", "give a file")
+            opened = pillow.open(given, formats=FORMATS)
+        elif isinstance(given, bytes):
+            opened = pillow.open(io.BytesIO(given), formats=FORMATS)
+        elif isinstance(given, pillow.Image):
+            opened = nullcontext(given)
+        else:
             raise _refusal(f"{type(given).__name__} is not an image", "give a file")
-        _check_size(*given.size)
-        return np.array(exif_transpose(given).convert("RGB"))
+        with opened as image:
+            _check_size(*image.size)
+            return np.array(exif_transpose(image).convert("RGB"))
     except OptionError:
         raise
     except Exception as error:  # a damaged file may raise anything
