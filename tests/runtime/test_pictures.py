@@ -35,6 +35,7 @@ CAMERA = Path(__file__).parents[2] / "examples" / "camera.py"
 SIDE = 32
 MARKS = ["<image>", "<fake_token_around_image>", "<global-img>", "<img>", "</img>"]
 MARKS += [f"<row_{r}_col_{c}>" for r in range(1, 5) for c in range(1, 5)]
+ADDED = [AddedToken(mark, special=True, normalized=False) for mark in MARKS]
 TEMPLATE = (
     "{% for m in messages %}{{ m['role'] }}:{% if m['content'] is string %}"
     "{{ m['content'] }}{% else %}{% for p in m['content'] %}{{ '<image>' if p['type'] "
@@ -118,8 +119,7 @@ FAMILIES = {
 
 
 def save(folder, family):
-    added = [AddedToken(mark, special=True, normalized=False) for mark in MARKS]
-    save_tokenizer(folder, added=added)
+    save_tokenizer(folder, added=ADDED)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     config, processor = FAMILIES[family](tokenizer.convert_tokens_to_ids(MARKS[0]))
     torch.manual_seed(0)
@@ -144,7 +144,11 @@ def both(request, once):
     def make(folder):
         (folder / "checkpoint").mkdir(parents=True)
         save(folder / "checkpoint", request.param)
-        exported(folder / "checkpoint", folder / "bundle", capacity=256)
+        drafter = save_tokenizer(folder / "drafter", added=ADDED)
+        config = transformers.LlamaConfig(**{**TEXT, "num_hidden_layers": 1})
+        transformers.LlamaForCausalLM(config).save_pretrained(drafter)
+        source, sizes = folder / "checkpoint", {"capacity": 256}
+        exported(source, folder / "bundle", drafter=drafter, **sizes)
 
     folder = once(f"sees-{request.param}", make)
     source = folder / "checkpoint"
@@ -199,22 +203,27 @@ def test_tiles_are_those_of_the_image_processor(both, height, width):
     assert np.allclose(np.concatenate(tiles).ravel(), pixels.ravel(), atol=1e-5)
 
 
-@pytest.mark.parametrize("method", ["none", "auto", "lookup"])
+METHODS = ["none", "auto", "lookup", "trigram", "draft", "cascade", "tree"]
+
+
+@pytest.mark.parametrize("method", METHODS)
 def test_texts_about_pictures_are_those_of_transformers(both, method):
     model, images = both[0], [picture(2), picture(3, 64, 20)]
+    how = {"method": method}
+    if method == "tree":
+        if model.bundle.target.tree_file is None:
+            pytest.skip("a hybrid drafts chains")
+        how = {"method": "draft", "drafting": {"tree": "best"}, "num_draft_tokens": 6}
     messages = asked(image_of(images[0]), text_of("the"), image_of(images[1]))
     logits, text = wanted(both, messages, images)
-    chosen = model.chat(messages, method=method, max_new_tokens=24, logprobs=1)
+    chosen = model.chat(messages, max_new_tokens=24, logprobs=1, **how)
     assert chosen.token_ids == text
     best = torch.log_softmax(logits.float(), -1)[text[0]].item()
     assert chosen.logprobs[0].logprob == pytest.approx(best, abs=1e-4)
-    again = model.chat(
-        messages, method=method, max_new_tokens=24, temperature=0.8, seed=4
-    )
+    sampled = {"max_new_tokens": 24, "temperature": 0.8, "seed": 4}
+    again = model.chat(messages, **sampled, **how)
     model.forget()
-    plain = model.chat(
-        messages, method="none", max_new_tokens=24, temperature=0.8, seed=4
-    )
+    plain = model.chat(messages, **sampled, method="none")
     assert again.token_ids == plain.token_ids
 
 
