@@ -14,6 +14,7 @@ import json
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import islice, pairwise
 from typing import Any
 
 import numpy as np
@@ -69,18 +70,17 @@ def main() -> None:
     parser.add_argument("--camera", type=int)
     parser.add_argument("--ask", default="Which colour has the box? Answer in JSON.")
     given = parser.parse_args()
+    count = given.frames + 1  # The last frame is encoded only.
     frames = made_frames() if given.camera is None else camera_frames(given.camera)
     with jetdraft.load(given.bundle) as model, ThreadPoolExecutor(1) as thread:
-        frame = next(frames)
-        for number in range(given.frames):
-            start, following = time.perf_counter(), next(frames)
+        for number, (frame, following) in enumerate(pairwise(islice(frames, count))):
+            start = time.perf_counter()
             ahead = thread.submit(model.encode_image, following)
             result = answer(model, frame, given.ask)
             ahead.result()
             ms, drafted = 1e3 * (time.perf_counter() - start), sum(result.from_draft)
             line = {"frame": number, "text": result.text, "drafted": drafted}
             print(json.dumps({**line, "ms": round(ms)}, ensure_ascii=False))
-            frame = following
 
 
 if __name__ == "__main__":

@@ -156,6 +156,8 @@ class Embedding:
 
 # Values of `Vision.tiling`, and keys of `Vision.text`.
 SPLIT, GRID, WHOLE, PATCHES = TILINGS = ("split", "grid", "whole", "patches")
+MAX_PIXELS = 1 << 26  # Of a picture, and of all pictures of a prompt.
+MAX_TILES, MAX_SIDE = 64, 4096  # Tiles in a grid; pixels of an edge.
 TEXTS = ("begin", "tile", "line", "grid", "whole", "end")
 
 
@@ -194,6 +196,28 @@ class Vision:
     window: Count = 0
     frequencies: tuple[float, ...] = ()
     axes: tuple[Annotated[int, in_range(0, 2)], ...] = ()
+
+    def check(self, contract: StepContract) -> None:
+        """Raise `ValueError` for fields that contradict each other or `contract`."""
+        patches, turns = self.tiling == PATCHES, contract.turn_size
+        most = MAX_PIXELS if patches else MAX_TILES
+        facts = {
+            "texts of a picture are missing": self.text.keys() == {*TEXTS},
+            "rows of pictures have ids of words": self.first_row >= contract.vocab_size,
+            "a deviation is 0": all(self.std),
+            "there are more rows than slots": self.rows <= contract.capacity,
+            "the bounds of a picture": self.least <= self.most <= most,
+            "a tile is too large": self.side <= MAX_SIDE,
+            "turns do not fit": len(self.frequencies) == len(self.axes) == turns,
+            "only squares have places": patches or not self.axes,
+            "patches do not fill squares": not patches
+            or (self.edge > 0 and self.side % self.edge == 0),
+            "no longer edge is given": self.tiling != SPLIT
+            or 0 < self.edge <= MAX_SIDE,
+        }
+        for fact, holds in facts.items():
+            if not holds:
+                raise ValueError(f"pictures: {fact}")
 
 
 # The order of its fields is their order in the manifest.
@@ -351,16 +375,12 @@ class Bundle:
             raise ValueError("a model that hears has tokens of speech")
         if self.embedding and not contract.feature_size:
             raise ValueError("a model that embeds gives its states")
-        vision = self.vision
-        if bool(vision) != bool(contract.picture_size) or (
-            vision
-            and (
-                vision.file not in self.files
-                or vision.text.keys() != {*TEXTS}
-                or not len(vision.frequencies) == len(vision.axes) == contract.turn_size
-            )
-        ):
+        if bool(self.vision) != bool(contract.picture_size):
             raise ValueError("a model that sees has an encoder of pictures")
+        if self.vision is not None:
+            if self.vision.file not in self.files:
+                raise ValueError("the encoder of pictures is not listed")
+            self.vision.check(contract)
 
     def to_json(self) -> dict[str, Any]:
         """Return the manifest's fields, with their hash in the field `SEAL`."""

@@ -168,8 +168,13 @@ def picture_sizes(source: str, model: Any) -> tuple[int, int]:
 
 def _frequencies(model: Any) -> list[float]:
     """The rotary frequencies of a text's decoder."""
-    (found,) = (m.inv_freq for m in model.modules() if hasattr(m, "inv_freq"))
-    return list(found.tolist())
+    (found,) = (m for m in model.modules() if hasattr(m, "inv_freq"))
+    if found.attention_scaling != 1.0:
+        raise UnsupportedModelError(
+            f"the rotation of {type(model).__name__} is scaled, which no model that "
+            "reads images is known to do; see docs/images.md"
+        )
+    return list(found.inv_freq.tolist())
 
 
 class VisionTower(torch.nn.Module):

@@ -121,7 +121,8 @@ def _print_reply(talk: Conversation, line: str, images: list[PictureInput]) -> N
 
     The message takes the images away.
     """
-    shown = [images.pop(0) for _ in list(images)]
+    shown = [*images]
+    images.clear()
     shows_thoughts, after_thought = sys.stdout.isatty(), False
     with contextlib.suppress(KeyboardInterrupt):  # the reply so far is kept
         for piece in talk.say(line, images=shown):

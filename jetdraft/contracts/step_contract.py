@@ -227,7 +227,7 @@ class StepContract:
         turned = TURNS if self.turn_size else ()
         return (
             TensorSpec(PICTURES, self.dtype, rows),
-            *(TensorSpec(name, "float32", turns) for name in turned),
+            *(TensorSpec(name, self.dtype, turns) for name in turned),
         )
 
     @property

@@ -39,8 +39,9 @@ class Idle:
 
     def add(self, work: Work) -> None:
         """Add a bound method; the thread does not keep its object alive."""
-        self._works.append(WeakMethod(work))
-        self._is_done = False
+        with self._buffers:
+            self._works.append(WeakMethod(work))
+            self._is_done = False
 
     def start(self) -> None:
         """Start the thread that does the steps, unless it runs or no step is left."""

@@ -6,10 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Unpack
 
-from jetdraft.errors import JetdraftError, LengthError, OptionError, reason_of
+from jetdraft.errors import JetdraftError, OptionError, reason_of
 from jetdraft.files import write_text
 from jetdraft.parsing import read_json_file
 from jetdraft.runtime.model import Model
+from jetdraft.runtime.passes.pictures import read_picture
 from jetdraft.runtime.piece import Piece, Result
 from jetdraft.runtime.planning.options import GenerateOptions, Options
 from jetdraft.runtime.stream import Stream
@@ -66,7 +67,8 @@ class Conversation:
         if not isinstance(text, str):
             fact = f"{text!r} is not a text; give what the user says"
             raise OptionError(fact, "prompt")
-        message = user_message(text, options.pop("images", ()))
+        images = [read_picture(image) for image in options.pop("images", ())]
+        message = user_message(text, images)
         return self._reply([message], options)
 
     @property
@@ -91,6 +93,8 @@ class Conversation:
 
     def _reply(self, added: list[Message], options: GenerateOptions) -> Iterator[Piece]:
         fields: GenerateOptions = {**self.options, **options}
+        if "images" in fields:
+            raise OptionError("images belong to a turn; give them to `say`", "images")
         messages, ids = self._fit_messages([*self.messages, *added], fields)
         if images := take_images(messages)[1]:
             fields["images"] = images
@@ -162,11 +166,13 @@ class Conversation:
             can_drop = self.drop_oldest and len(turns) > 1
             try:
                 prompt = self.model.chat_prompt(messages, **self._variables)
-            except LengthError:  # of characters, so the tokens were not counted
+                images = take_images(messages)[1]
+                placed, _ = self.model.parts.place_pictures(prompt, images)
+            except OptionError:  # too long, perhaps
                 if not can_drop:
                     raise
             else:
-                tokens = len(prompt) + (reply_tokens if self.drop_oldest else 0)
+                tokens = len(placed) + (reply_tokens if self.drop_oldest else 0)
                 if tokens <= room or (not can_drop and tokens <= capacity):
                     return messages, prompt
                 if not can_drop:

@@ -178,7 +178,8 @@ class Generation:
             parts.draft_cache.forget()
         start = time.perf_counter()
         parts.encode_source(self._source, self.options.drafting.may_ask_drafter)
-        seen = parts.encode_pictures(self.prompt, self._pictures)
+        given = self.prompt, self._pictures, self.watcher.must_end
+        seen = parts.encode_pictures(*given)
         prefix = self._reusable_prefix(exact)
         parts.predicted = self._predicted()
         for observer in self.observers:

@@ -2,7 +2,7 @@
 
 import logging
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from copy import deepcopy
@@ -18,7 +18,13 @@ from jetdraft.bundle import CONTRIB, Bundle, read_streams
 from jetdraft.contracts.step_contract import EARLY_EXIT
 from jetdraft.devices.memory import use_huge_pages
 from jetdraft.devices.providers import HALVES, Provider, check_on_cpu, choose_provider
-from jetdraft.errors import DraftingError, JetdraftError, OptionError, ProviderError
+from jetdraft.errors import (
+    BundleError,
+    DraftingError,
+    JetdraftError,
+    OptionError,
+    ProviderError,
+)
 from jetdraft.learning.lessons import (
     OWN,
     Choice,
@@ -292,28 +298,37 @@ class LoadedBundle:
             fact = f"the prompt has {len(places)} places for {len(images)} images"
             fix = f"write {vision.token} for each, or chat"
             raise OptionError(f"{fact}; {fix}", "images")
-        pictures, ids, start = [cut(image, vision) for image in images], [], 0
-        for place, picture in zip(places, pictures, strict=True):
-            ids += [*prompt[start:place], *self.text.encode(picture.text, False)]
-            start = place + 1
-        ids += prompt[start:]
+        pictures, ids, start = list[Tiles](), list[int](), 0
         capacity = self.target.contract.capacity
-        if len(ids) > capacity:
-            fact = f"with its images the prompt has {len(ids)} tokens, the capacity is"
+        for place, image in zip(places, images, strict=True):
+            pictures.append(cut(image, vision))
+            rows = self.text.encode(pictures[-1].text, False)
+            if rows.count(token) != pictures[-1].rows:
+                fact = f"the tokenizer has no token {vision.token}"
+                raise BundleError(f"{fact}; export the bundle again")
+            ids += [*prompt[start:place], *rows]
+            start = place + 1
+            if len(ids) > capacity:
+                break  # further images would change nothing
+        ids += prompt[start:]
+        if pictures and len(ids) > capacity:
+            fact = f"with its images the prompt has at least {len(ids)} tokens, the "
+            fact += f"capacity is {capacity}"
             fix = "give fewer images, or export with a larger --capacity"
-            raise OptionError(f"{fact} {capacity}; {fix}", "images")
+            raise OptionError(f"{fact}; {fix}", "images")
         return ids, pictures
 
     def encode_pictures(
-        self, prompt: Sequence[int], pictures: Sequence[Tiles]
+        self,
+        prompt: Sequence[int],
+        pictures: Sequence[Tiles],
+        must_end: Callable[[], bool],
     ) -> Sequence[int]:
         """Encode the pictures of a prompt; return its ids, of rows too."""
         rows, token = self.target.pictures, self.picture_token
         if rows is None or token is None:
             return prompt
-        if not rows.encode(prompt, token, pictures):
-            self.forget()
-        return rows.ids.tolist() if pictures else prompt
+        return rows.encode(prompt, token, pictures, self.forget, must_end)
 
     @property
     def source(self) -> Sequence[int]:

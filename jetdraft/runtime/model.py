@@ -16,8 +16,9 @@ from jetdraft.errors import ConstraintError, JetdraftError, OptionError
 from jetdraft.runtime.claim import CLOSED_MESSAGE
 from jetdraft.runtime.generation import Generation
 from jetdraft.runtime.loaded import LoadedBundle
+from jetdraft.runtime.passes import pictures
 from jetdraft.runtime.passes.opener import LoadOptions
-from jetdraft.runtime.passes.pictures import NO_IMAGES, PictureInput, cut, read_picture
+from jetdraft.runtime.passes.pictures import PictureInput, read_pictures
 from jetdraft.runtime.passes.prefix import load_prefix, save_prefix
 from jetdraft.runtime.piece import Result
 from jetdraft.runtime.planning.drafting import Drafting
@@ -204,9 +205,9 @@ class Model:
         """Make a generation, with its constraint compiled if `prepared`."""
         options, parts = self._as_options(options, fields), self.parts
         source, ids = parts.split_prompt(self.prompt(prompt, token_ids).tolist())
-        ids, pictures = parts.place_pictures(ids, options.images)
+        ids, tiles = parts.place_pictures(ids, options.images)
         given = parts, self.planner, ids, options, prepared, source
-        return Generation(*given, thinking=thinking, pictures=pictures)
+        return Generation(*given, thinking=thinking, pictures=tiles)
 
     def _as_options(self, options: Options | None, fields: GenerateOptions) -> Options:
         if options is None:
@@ -311,8 +312,8 @@ class Model:
         functions = tools and tools.functions
         ids = self.chat_prompt(messages, **{"tools": functions, **(template or {})})
         if images := take_images(messages)[1]:
-            pictures = tuple(map(read_picture, images))
-            options = replace(self._as_options(options, fields), images=pictures)
+            given = self._as_options(options, fields)
+            options = replace(given, images=read_pictures(images))
             fields = {}
         result = self.stream_reply(ids, options, tools=tools, **fields).result()
         return replace(result, calls=tools.calls(result.text) if tools else [])
@@ -385,8 +386,8 @@ class Model:
         """
         rows, vision = self.parts.target.pictures, self.bundle.vision
         if rows is None or vision is None:
-            raise OptionError(NO_IMAGES, "images")
-        return rows.encode_ahead(cut(read_picture(image), vision))
+            raise OptionError(pictures.NO_IMAGES, "images")
+        return rows.encode_ahead(pictures.cut(pictures.read_picture(image), vision))
 
     def encode(self, text: str) -> list[int]:
         """The ids of a text's tokens, as of a prompt; raises `OptionError`.
@@ -471,6 +472,8 @@ class Model:
         """Reset what proposers learned, and forget which rows are in the buffers."""
         self.parts.forget()
         self.planner.forget()
+        for changed in self._adapted.values():
+            changed.forget()
 
     def cancel(self) -> None:
         """End the running generation, or a constraint's compilation; for any thread."""
@@ -488,7 +491,8 @@ class Model:
 
             model.adapted("sql").generate("SELECT")
         """
-        if adapter not in self._adapted:
+        known = self._adapted.get(adapter)
+        if known is None or known._parts is None:
             options: LoadOptions = {**self.parts.options, "adapter": adapter}
             changed = Model(self.bundle, options, self.method, like=self)
             self._adapted[adapter] = changed

@@ -3,9 +3,10 @@
 import asyncio
 import hashlib
 import json
+import re
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from importlib.resources import files
@@ -25,8 +26,9 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from jetdraft import __version__
-from jetdraft.errors import JetdraftError
+from jetdraft.errors import JetdraftError, OptionError, printable
 from jetdraft.parsing import JsonError, read_json
+from jetdraft.runtime.passes.pictures import NO_IMAGES
 from jetdraft.runtime.pool import Pool
 from jetdraft.runtime.speech.transcription import check_speech
 from jetdraft.runtime.text.template import take_images
@@ -57,6 +59,8 @@ OPEN_PATHS = ("/", "/health")
 COUNTED_PATHS = (*DIALECTS, SPEECH_PATH, EMBEDDINGS_PATH, "/v1/models", "/metrics")
 # The content types of requests, and what clients send that do not think of it.
 JSON_TYPE, FORM_TYPE = "application/json", "multipart/form-data"
+# Base64 of images, which a body may have beside `max_body_bytes`.
+IMAGE_DATA = re.compile(rb"[A-Za-z0-9+/=]{1000,}")
 LOOSE_TYPES = ("", "application/x-www-form-urlencoded")
 # Metrics by name with their help: counters, and gauges of the stats or the queue.
 COUNTERS = {
@@ -97,6 +101,9 @@ class Service:
         self.pool, self.limits = pool, limits
         # The models in requests: the bundle's, and with each adapter by its name.
         self.name, self.names = name, [name, *pool.models[0].bundle.adapters]
+        if len({*self.names}) < len(self.names):
+            fact = f"{name!r} is the name of an adapter too"
+            raise OptionError(f"{fact}; give another --name", "name")
         self._origins, self._key, self._images = tuple(origins), api_key, images
         self._admission, self._model = Admission(api_key), pool.models[0]
         parts = self._model.parts
@@ -209,8 +216,9 @@ class Service:
     async def _serve_generation(self, request: Request) -> ASGIApp:
         asked, path = await self._read_object(request), request.url.path
         dialect = DIALECTS[path]
-        if path.startswith("/api/") and (fields := ollama_api.loaded(self.name, asked)):
-            self._checked_name(str(asked.get("model")).removesuffix(":latest"))
+        if path.startswith("/api/") and not ollama_api.has_text(asked):
+            name = str(asked.get("model")).removesuffix(":latest")
+            fields = ollama_api.loaded(self._checked_name(name), asked)
             self._count_request(request, 200)
             return JSONResponse(fields)
         body, chat = dialect.body(asked)
@@ -294,6 +302,9 @@ class Service:
         if self._model.bundle.vision is not None:
             most = max(most, self.limits.max_sound_bytes)
         data = await self._read_body(request, JSON_TYPE, most)
+        if len(IMAGE_DATA.sub(b"", data)) > self.limits.max_body_bytes:
+            fact = f"more than {self.limits.max_body_bytes} bytes are no image"
+            raise RequestError(f"{fact}; send less", status=413)
         try:
             body = read_json(data, most_bytes=most)
         except JsonError as error:
@@ -325,10 +336,14 @@ class Service:
 
     def _check_images(self, images: Sequence[bytes | Path]) -> None:
         """Raise `RequestError` for files that are not below the folder of images."""
+        if images and self._model.bundle.vision is None:
+            raise RequestError(NO_IMAGES, "messages")
         for file in (image for image in images if isinstance(image, Path)):
-            folder = self._images and self._images.resolve()
-            if folder is None or not file.resolve().is_relative_to(folder):
-                fact = f"{file} is not below the folder of serve --images"
+            folder, is_below = self._images and self._images.resolve(), False
+            with suppress(OSError, ValueError, RuntimeError):  # NUL, loops of links
+                is_below = bool(folder and file.resolve().is_relative_to(folder))
+            if not is_below:
+                fact = f"{printable(file)} is not below the folder of serve --images"
                 raise RequestError(f"{fact}; send the image as data:", "messages")
 
     def _checked_name(self, name: Any) -> str:

@@ -70,10 +70,13 @@ def _head(name: str, done: bool) -> Json:
     return {"model": name, "created_at": datetime.now(UTC).isoformat(), "done": done}
 
 
-def loaded(name: str, asked: Json) -> Json | None:
-    """The answer to a request without a text, which loads a model; None for others."""
-    if any(asked.get(field) for field in ("prompt", "suffix", "messages")):
-        return None
+def has_text(asked: Json) -> bool:
+    """Whether a request has a text; otherwise it loads a model."""
+    return any(asked.get(field) for field in ("prompt", "suffix", "messages"))
+
+
+def loaded(name: str, asked: Json) -> Json:
+    """The answer to a request without a text."""
     message = {"message": {"role": "assistant", "content": ""}}
     said = message if "messages" in asked else {"response": ""}
     return {**_head(name, True), **said, "done_reason": "load"}

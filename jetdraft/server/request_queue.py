@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, closing, suppress
 from contextvars import ContextVar
+from itertools import count
 from math import inf, prod
 from pathlib import Path
 from threading import Lock
@@ -311,7 +312,7 @@ class PrefixFolder:
     def __init__(self, folder: Path, name: str, most_bytes: int) -> None:
         self._all, self._own, self._most_bytes = folder, folder / name, most_bytes
         self._prompts: deque[Int64s] = deque(maxlen=REMEMBERED_PROMPTS)
-        self._lock = Lock()
+        self._lock, self._unlike = Lock(), count()
         try:
             self._own.mkdir(0o700, parents=True, exist_ok=True)
         except (OSError, ValueError) as error:
@@ -336,8 +337,9 @@ class PrefixFolder:
     def save(self, model: Model, prompt: Sequence[int]) -> None:
         """Save the beginning that `prompt` shares with an earlier prompt, if new."""
         ids, shared = np.asarray(prompt, np.int64), 0
-        is_row = ids == model.parts.picture_token  # A file has no images.
-        ids = ids[: np.argmax(is_row)] if is_row.any() else ids
+        is_row = ids == model.parts.picture_token
+        if is_row.any():  # A file has no images: what follows the beginning is unlike.
+            ids = np.append(ids[: np.argmax(is_row)], -1 - next(self._unlike))
         saved, _ = self._longest(model, prompt)
         with self._lock:
             for earlier in self._prompts:

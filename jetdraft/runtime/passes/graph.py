@@ -293,9 +293,10 @@ class _GraphBinding(PassBinding):
         for row, position in enumerate(positions):
             self.input_ids[row] = tokens[row] if row < len(tokens) else tokens[-1]
             self.position_ids[row] = position
-        if self.pictures is not None and positions[0] < len(self.pictures.ids):
-            ids = self.pictures.ids[positions[0] : positions[0] + len(tokens)]
-            self.arrays["input_ids"][0, : len(ids)] = ids
+        if self.pictures is not None and positions[0] < len(ids := self.pictures.ids):
+            for row in range(len(tokens)):
+                if positions[row] < len(ids):
+                    self.input_ids[row] = ids[positions[row]]
 
     def fill_block(self, known: Sequence[int]) -> None:
         """Set the first tokens of the block; the others are unknown."""

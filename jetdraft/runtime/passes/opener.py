@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Annotated, TypedDict
+from threading import RLock
+from typing import Annotated, Any, TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -125,6 +126,7 @@ class Opener:
     provider: Provider
     threads: Threads
     _opened: dict[str, ort.InferenceSession] = field(default_factory=dict, repr=False)
+    _lock: Any = field(default_factory=RLock, repr=False, compare=False)
 
     def graph(self, entry: GraphEntry, weights: Weights | None = None) -> Graph:
         """Open a graph with new KV buffers; `weights` replace initializers, by name."""
@@ -137,8 +139,11 @@ class Opener:
             graph.source = SourceBuffers(session, entry.contract, graph.memory)
         if entry.contract.picture_size and self.bundle.vision:
             vision = self.bundle.vision
-            given = partial(self.session, vision.file), vision, entry.contract
-            graph.pictures = PictureRows(*given, graph.memory)
+            # Kept rows must have the bits of rows that are encoded again.
+            own = CUDA_OPTIONS | {"enable_cuda_graph": "0"}
+            options = own if self.provider.name == "cuda" else None
+            opening = partial(self.session, vision.file, options=options)
+            graph.pictures = PictureRows(opening, vision, entry.contract, memory)
         return graph
 
     def session(
@@ -150,19 +155,14 @@ class Opener:
         threads: Threads | None = None,
     ) -> ort.InferenceSession:
         """Open a session of a bundle's file, once on the CPU; see `open_session`."""
-        if file in self._opened:
-            return self._opened[file]
-        session = open_session(
-            self.bundle.path / file,
-            self.provider.name,
-            threads or self.threads,
-            weights,
-            shared,
-            options,
-        )
-        if self.provider.memory == "cpu":
-            self._opened[file] = session
-        return session
+        place = self.bundle.path / file, self.provider.name, threads or self.threads
+        with self._lock:  # Two threads may ask first for an adapter, or the encoder.
+            if file in self._opened:
+                return self._opened[file]
+            session = open_session(*place, weights, shared, options)
+            if self.provider.memory == "cpu":
+                self._opened[file] = session
+            return session
 
     def forget_sessions(self) -> None:
         """Forget the sessions, so that files are read again; graphs keep theirs."""

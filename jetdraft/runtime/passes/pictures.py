@@ -13,6 +13,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import cache
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -20,17 +21,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from jetdraft.bundle import GRID, PATCHES, SPLIT, Vision
+from jetdraft.bundle import GRID, MAX_PIXELS, PATCHES, SPLIT, Vision
 from jetdraft.contracts.step_contract import StepContract
 from jetdraft.contracts.tensors import Float32s, Int64s
-from jetdraft.errors import OptionError, reason_of
+from jetdraft.errors import ContractError, OptionError, reason_of
 from jetdraft.ort import ort
 from jetdraft.runtime.passes.buffers import HOST, Memory
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-MAX_PIXELS = 1 << 26  # Of a picture; known before it is decoded.
 MAX_RATIO = 200  # Of the edges of a picture that becomes patches.
 MAX_EDGE = 4096  # Pixels of the longest edge before a picture is split.
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF")
@@ -82,6 +82,16 @@ def read_picture(given: object) -> npt.NDArray[np.uint8]:
         raise _refusal(fact, f"give a file in {', '.join(FORMATS)}") from error
 
 
+def read_pictures(images: Sequence[object]) -> tuple[npt.NDArray[np.uint8], ...]:
+    """Read several pictures, of at most `MAX_PIXELS` in all; raises `OptionError`."""
+    pictures, pixels = list[npt.NDArray[np.uint8]](), 0
+    for image in images:
+        pictures.append(read_picture(image))
+        pixels += pictures[-1].size // 3
+        _check_size(pixels, 1)
+    return tuple(pictures)
+
+
 def _check_size(width: int, height: int) -> None:
     if width * height > MAX_PIXELS:
         fact = f"the image has {width} x {height} pixels, at most {MAX_PIXELS} are read"
@@ -111,12 +121,8 @@ class Tiles(NamedTuple):
     pixels: npt.NDArray[np.uint8]
     text: str
     rows: int
+    digest: bytes
     lines: int = 0
-
-    @property
-    def digest(self) -> bytes:
-        shape = np.array(self.pixels.shape).tobytes()
-        return hashlib.sha256(shape + self.pixels.tobytes()).digest()
 
 
 def cut(picture: npt.NDArray[np.uint8], vision: Vision) -> Tiles:
@@ -132,7 +138,7 @@ def cut(picture: npt.NDArray[np.uint8], vision: Vision) -> Tiles:
         whole = np.asarray(resized(image, (width, height)))
         count = (width // side) * (height // side)
         text = vision.text["begin"] + vision.token * count + vision.text["end"]
-        return Tiles(whole[None], text, count, height // side)
+        return Tiles(whole[None], text, count, _digest(whole), height // side)
     if vision.edge:
         image = resized(image, _longest(image.size, vision.edge))
     tiled = image
@@ -148,7 +154,12 @@ def cut(picture: npt.NDArray[np.uint8], vision: Vision) -> Tiles:
     if len(tiles) > 1:
         whole = np.asarray(resized(image, (side, side)))
         tiles = np.concatenate([tiles, whole[None]])
-    return Tiles(tiles, _text(vision, columns, rows), len(tiles) * vision.rows)
+    count = len(tiles) * vision.rows
+    return Tiles(tiles, _text(vision, columns, rows), count, _digest(tiles))
+
+
+def _digest(pixels: npt.NDArray[np.uint8]) -> bytes:
+    return hashlib.sha256(repr(pixels.shape).encode() + pixels.tobytes()).digest()
 
 
 def _fitting(size: Size, vision: Vision) -> Size:
@@ -270,10 +281,10 @@ def _text(vision: Vision, columns: int, rows: int) -> str:
     text, own = vision.text, vision.token * vision.rows
     tiles = [
         "".join(
-            text["tile"].format(row=row + 1, column=column + 1) + own
-            for column in range(columns)
+            text["tile"].replace("{row}", row).replace("{column}", column) + own
+            for column in map(str, range(1, columns + 1))
         )
-        for row in range(rows if columns * rows > 1 else 0)
+        for row in map(str, range(1, (rows if columns * rows > 1 else 0) + 1))
     ]
     lines = "".join(line + text["line"] for line in tiles)
     between = text["grid"] if tiles else ""
@@ -294,7 +305,7 @@ class PictureRows:
         contract: StepContract,
         memory: Memory = HOST,
     ) -> None:
-        self._open, self._vision, self._memory = open_session, vision, memory
+        self._open, self._vision, self._memory = cache(open_session), vision, memory
         tensors = memory.tensors(contract.picture_inputs)
         self.values = {name: tensor.value for name, tensor in tensors.items()}
         self._rows, *self._turns = tensors.values()
@@ -303,73 +314,90 @@ class PictureRows:
         self.ids: Int64s = np.zeros(0, np.int64)
         self.seconds = 0.0
         self._lock = Lock()
-        self._turn([], [])
+        self._turned: list[tuple[int, int, int]] | None = None
+        self._turn([])
 
     def encode(
-        self, prompt: Sequence[int], token: int, pictures: Sequence[Tiles]
-    ) -> bool:
-        """Set `ids`, and encode what is new; False if earlier ids lost their rows."""
+        self,
+        prompt: Sequence[int],
+        token: int,
+        pictures: Sequence[Tiles],
+        forget: Callable[[], None],
+        must_end: Callable[[], bool],
+    ) -> Sequence[int]:
+        """Encode the pictures that are new; return the prompt with `ids`, and set them.
+
+        Without room all pictures are dropped, after `forget`, since their ids get other
+        rows. If it `must_end` before all is encoded, the prompt comes back as it is.
+        """
+        self.ids = np.zeros(0, np.int64)
+        if not pictures:
+            self._turn([])
+            return prompt
         with self._lock:
-            if not (has_room := self._encode_new(pictures)):
+            if not self._have_room(pictures):
+                forget()
                 self._firsts, self._filled = {}, 0
-                self._encode_new(pictures)
-        if len(self.ids) or pictures:
-            self.ids = np.array(prompt if pictures else (), np.int64)
-            places = np.flatnonzero(self.ids == token)
-            self._turn(places.tolist(), pictures)
-            firsts = (self._firsts[each.digest] for each in pictures)
-            rows = [
-                np.arange(first, first + each.rows)
-                for first, each in zip(firsts, pictures, strict=True)
-            ]
-            self.ids[places] = self._vision.first_row + np.concatenate([[], *rows])
-        return has_room
+            for picture in pictures:
+                if not self._encode(picture, must_end):
+                    return prompt
+        ids = np.array(prompt, np.int64)
+        places, start, placed = np.flatnonzero(ids == token), 0, []
+        for picture in pictures:
+            here, start = places[start : start + picture.rows], start + picture.rows
+            first = self._vision.first_row + self._firsts[picture.digest]
+            ids[here] = np.arange(first, first + picture.rows)
+            placed.append((int(here[0]), picture.rows, picture.lines))
+        self._turn(placed)
+        self.ids = ids
+        return list(ids.tolist())
 
     def encode_ahead(self, picture: Tiles) -> bool:
         """Encode a picture of a later prompt, from any thread; False without room."""
         with self._lock:
-            return self._encode_new([picture])
+            return self._have_room([picture]) and self._encode(picture, lambda: False)
 
-    def _encode_new(self, pictures: Sequence[Tiles]) -> bool:
-        """Encode the pictures that have no rows; does nothing if they do not fit."""
-        fresh = {p.digest: p for p in pictures if p.digest not in self._firsts}
-        needed = sum(each.rows for each in fresh.values())
-        if self._filled + needed > len(self._rows.array):
-            return False
-        for digest, picture in fresh.items():
-            first, self._filled = self._filled, self._filled + picture.rows
-            self._encode(picture, first)
-            self._firsts[digest] = first
-        if fresh:
-            self._rows.upload()
-        return True
+    def _have_room(self, pictures: Sequence[Tiles]) -> bool:
+        fresh = {p.digest: p.rows for p in pictures if p.digest not in self._firsts}
+        return self._filled + sum(fresh.values()) <= len(self._rows.array)
 
-    def _encode(self, picture: Tiles, first: int) -> None:
-        """Write the rows of a picture behind those before `first`."""
-        session = self._open()
+    def _encode(self, picture: Tiles, must_end: Callable[[], bool]) -> bool:
+        """Write the rows of a picture, unless it has rows; False if it must end.
+
+        Only a picture whose rows are all written and finite is recorded.
+        """
+        if picture.digest in self._firsts:
+            return True
+        end, session = self._filled, self._open()
         for tile in picture.pixels:
+            if must_end():
+                return False
             inputs = encoder_inputs(tile, self._vision)
             with self._memory.exclusive_use():
                 start = time.perf_counter()
                 (rows,) = session.run(None, inputs)
                 self.seconds += time.perf_counter() - start
-            self._rows.array[first : first + rows.shape[1]] = rows[0]
-            first += rows.shape[1]
+            written = self._rows.array[end : end + rows.shape[1]]
+            written[:] = rows[0]
+            end += rows.shape[1]
+            if end > self._filled + picture.rows or not np.isfinite(written).all():
+                raise ContractError("the encoder of images is damaged; export it again")
+        self._rows.upload()
+        self._firsts[picture.digest], self._filled = self._filled, end
+        return True
 
-    def _turn(self, places: Sequence[int], pictures: Sequence[Tiles]) -> None:
-        """Set the rotation of each slot for a prompt with rows at these places.
+    def _turn(self, pictures: list[tuple[int, int, int]]) -> None:
+        """Set the rotation of each slot; pictures are (first slot, rows, lines).
 
         A row turns by the place where its picture begins, plus its line or column; the
         text after it follows the longer edge.
         """
-        if not self._turns:
+        if not self._turns or pictures == self._turned:
             return
-        slots, start = len(self._turns[0].array), 0
+        slots, self._turned = len(self._turns[0].array), None
         turned = np.tile(np.arange(slots), (3, 1))  # By axis and slot.
-        for picture in pictures:
-            first, rows = places[start], picture.rows
-            sizes = picture.lines, rows // picture.lines
-            begin, end, start = turned[0, first], first + rows, start + rows
+        for first, rows, lines in pictures:
+            begin, end, sizes = turned[0, first], first + rows, (lines, rows // lines)
             turned[:, first:end] = begin
             turned[1:, first:end] += np.indices(sizes).reshape(2, -1)
             turned[:, end:] = begin + max(sizes) + np.arange(slots - end)
@@ -378,3 +406,4 @@ class PictureRows:
         for tensor, function in zip(self._turns, (np.cos, np.sin), strict=True):
             tensor.array[:] = function(angles)
             tensor.upload()
+        self._turned = pictures

@@ -15,7 +15,7 @@ from jetdraft.contracts.tensors import CANDIDATES
 from jetdraft.errors import OptionError
 from jetdraft.options import Flag, check_ranges, range_between
 from jetdraft.runtime.measured.stats import Stats
-from jetdraft.runtime.passes.pictures import PictureInput, read_picture
+from jetdraft.runtime.passes.pictures import PictureInput, read_pictures
 from jetdraft.runtime.planning.drafting import Drafting
 from jetdraft.runtime.planning.registry import AUTO, NONE, methods
 from jetdraft.runtime.proposers.method import MethodOptions
@@ -149,7 +149,7 @@ class Options:
     ending: Ending = Ending()
     constraint: Constraint | None = None
     logprobs: int | None = None
-    images: tuple[npt.NDArray[np.uint8], ...] = ()
+    images: tuple[npt.NDArray[np.uint8], ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
         for part in (Sampling, Penalties, Drafting, Ending, Constraint):
@@ -204,7 +204,7 @@ class Options:
             "drafting": Drafting(**take(_DRAFTING_FIELDS), settings=settings),
             "constraint": Constraint.of(**take(_CONSTRAINT_FIELDS)),
             "logprobs": rest.pop("logprobs", None),
-            "images": tuple(map(read_picture, rest.pop("images", ()))),
+            "images": read_pictures(rest.pop("images", ())),
         }
         for name in rest:
             near = get_close_matches(str(name), GenerateOptions.__annotations__, 1)
