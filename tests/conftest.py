@@ -41,15 +41,14 @@ logging.getLogger("torch.__trace").propagate = True
 sys.modules["rfc3987_syntax"] = None  # type: ignore[assignment]
 
 pytest_plugins = ["tests.fast"]
+TRACED = ("checkpoints", "contracts", "export", "methods", "train")
+"""The rooms with code that a pass may run while it is traced."""
+Once = Callable[[str, Callable[[Path], object]], Path]
 
 
 class Pair(NamedTuple):
     target: Path
     drafter: Path
-
-
-TRACED = ("checkpoints", "contracts", "export", "methods", "train")
-"""The rooms with code that a pass may run while it is traced."""
 
 
 def folder_of_traces() -> Path:
@@ -96,9 +95,6 @@ def traces() -> Iterator[None]:
         # A trace makes so much that all older objects would be looked at often.
         gc.set_threshold(700, 10, 200)
         yield
-
-
-Once = Callable[[str, Callable[[Path], object]], Path]
 
 
 @pytest.fixture(scope="session")

@@ -28,6 +28,7 @@ from tests.toy_graphs import HEAD_CONTRACT as HEAD
 from tests.toy_graphs import TARGET_CONTRACT as TARGET
 
 OLDER = SCHEMA_VERSION - 1
+HALVES = Halves("l.onnx", "u.onnx", "lc.onnx", "uc.onnx", 1, 48, scores=False)
 
 
 @pytest.fixture
@@ -278,9 +279,6 @@ def test_a_head_of_other_features_is_refused(tmp_path):
         Bundle.open(make_with_head(tmp_path / "bundle", head=head))
     with pytest.raises(PairError, match="gives width 0; export both together"):
         check_pair(replace(TARGET, feature_size=0), HEAD)
-
-
-HALVES = Halves("l.onnx", "u.onnx", "lc.onnx", "uc.onnx", 1, 48, scores=False)
 
 
 def test_an_entry_stores_where_it_is_cut():

@@ -18,6 +18,7 @@ from tests.toy_graphs import HEAD_CONTRACT as HEAD
 CONTRACT = StepContract(100, 32, 8, "float16", kv_shapes=((2, 16), (1, 32)))
 ONNX_TYPES = {name: f"tensor({name})" for name in ("int64", "int32", "float16")}
 ONNX_TYPES["float32"] = "tensor(float)"
+TEXT = json.dumps(asdict(CONTRACT))
 
 
 def reported(specs):
@@ -65,9 +66,6 @@ def test_width_fills_the_row_axis():
     assert TensorSpec("x", "int64", (1, "n", 3)).shape_for(rows=5) == (1, 5, 3)
     answers = TensorSpec("x", "int64", (1, "m", 3))
     assert answers.shape_for(rows=5, answers=2) == (1, 2, 3)
-
-
-TEXT = json.dumps(asdict(CONTRACT))
 
 
 def test_survives_json():

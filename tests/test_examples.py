@@ -25,6 +25,7 @@ from tests.server.serving import serving
 EXAMPLES = Path(__file__).parent.parent / "examples"
 UNIT = EXAMPLES.parent / "deploy" / "jetson" / "jetdraft.service"
 KEY = "a-key-of-this-test"
+TESTS = 60
 
 
 def run(name, *arguments):
@@ -220,9 +221,6 @@ def test_systemd_understands_the_unit(tmp_path):
     installed.write_text(UNIT.read_text().replace(program, sys.executable))
     done = ended("systemd-analyze", "verify", "--man=no", installed, timeout=300)
     assert (done.returncode, done.stdout + done.stderr) == (0, "")
-
-
-TESTS = 60
 
 
 @pytest.fixture

@@ -27,6 +27,9 @@ SAMPLED_FLOOR = 0.40
 HEAD_FLOORS = {0.0: (0.5, 0.4, 0.4), 0.8: (0.3, 0.2, 0.15)}
 HEAD_MEGABYTES = 4
 SIZES = {"capacity": 2048, "max_width": 128}
+SPEED = [user_message("Tell me the speed.")]
+TOOL = {"type": "function", "function": {"name": "read_sensor"}}
+SAMPLED = {"temperature": 0.8, "seed": 7}
 
 
 @pytest.fixture(scope="module")
@@ -127,11 +130,6 @@ def test_the_recipe_takes_a_step(tmp_path, monkeypatch):
     stage = train.Stage("target", 1e-3, 4e-3, tmp_path)
     assert train.fit(model, stage, train.label_loss, source) == 1
     assert not torch.equal(model.model.layers[0].mlp.up_proj.weight, before)
-
-
-SPEED = [user_message("Tell me the speed.")]
-TOOL = {"type": "function", "function": {"name": "read_sensor"}}
-SAMPLED = {"temperature": 0.8, "seed": 7}
 
 
 def contents(folder):

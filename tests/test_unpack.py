@@ -28,6 +28,31 @@ from tests.tiny import llama_config
 
 SMALL = {"vocab_size": 40, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_heads": 2}
 UNPACK_T5 = "examples/real/unpack_t5.py"
+PARTS = [b"GGUF" + b"a" * 90, *(bytes([n]) * 100 for n in range(2, 12))]
+WHOLE = b"".join(PARTS)
+REAL = Path(__file__).parent.parent / "examples" / "real"
+STAGE = """
+import sys, time
+from pathlib import Path
+out = Path(sys.argv[1])
+try:
+    out.with_name("began").touch()
+    time.sleep(60)
+except KeyboardInterrupt:
+    time.sleep(1)
+    out.touch()
+"""
+RECIPE = """
+import signal, sys
+from pathlib import Path
+import recipes
+# A job in the background ignores it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+work = Path(sys.argv[1])
+stage = recipes.Stage(work / "out", [sys.executable, work / "stage.py", work / "out"])
+recipes.run(stage, 1, work / "minutes.json")
+"""
+WORDS = "Say what it is that this function gives to whoever calls it, and why."
 
 
 def quantized(values, dtype):
@@ -209,10 +234,6 @@ def test_a_file_that_is_cut_off_is_refused(whisper, tmp_path):
     assert not (tmp_path / "folder").exists()
 
 
-PARTS = [b"GGUF" + b"a" * 90, *(bytes([n]) * 100 for n in range(2, 12))]
-WHOLE = b"".join(PARTS)
-
-
 @pytest.fixture
 def script(monkeypatch):
     module = module_of("examples/real/fetch.py", monkeypatch)
@@ -345,32 +366,6 @@ def test_a_registrys_client_that_is_not_installed(
     assert "is not installed" in capsys.readouterr().err
 
 
-REAL = Path(__file__).parent.parent / "examples" / "real"
-
-STAGE = """
-import sys, time
-from pathlib import Path
-out = Path(sys.argv[1])
-try:
-    out.with_name("began").touch()
-    time.sleep(60)
-except KeyboardInterrupt:
-    time.sleep(1)
-    out.touch()
-"""
-
-RECIPE = """
-import signal, sys
-from pathlib import Path
-import recipes
-# A job in the background ignores it.
-signal.signal(signal.SIGINT, signal.default_int_handler)
-work = Path(sys.argv[1])
-stage = recipes.Stage(work / "out", [sys.executable, work / "stage.py", work / "out"])
-recipes.run(stage, 1, work / "minutes.json")
-"""
-
-
 def test_ctrl_c_waits_for_the_stage_and_notes_its_minutes(tmp_path):
     (tmp_path / "stage.py").write_text(STAGE)
     process = subprocess.Popen(
@@ -385,9 +380,6 @@ def test_ctrl_c_waits_for_the_stage_and_notes_its_minutes(tmp_path):
     assert process.wait(30) != 0
     assert (tmp_path / "out").exists()
     assert "out" in json.loads((tmp_path / "minutes.json").read_text())
-
-
-WORDS = "Say what it is that this function gives to whoever calls it, and why."
 
 
 @pytest.fixture

@@ -28,6 +28,22 @@ from jetdraft.train.prompts import prompt_logits
 from jetdraft.train.teacher import load_target
 from tests.tiny import llama_config, save_checkpoint, save_prompts
 
+TASK = {
+    "prompt": "def double(x):\n",
+    "entry_point": "double",
+    "test": "def check(f):\n    assert f(3) == 6\n",
+}
+SIZES = {
+    "--hidden-size": 256, "--layers": 5, "--heads": 16, "--kv-heads": 8,
+    "--intermediate-size": 416,
+}  # fmt: skip
+TASKS = {
+    "kangaroo": KangarooTask,
+    "glide": GlideTask,
+    "chimera": ChimeraTask,
+    "falcon": FalconTask,
+}
+
 
 @pytest.fixture
 def measured(tmp_path, toy, monkeypatch):
@@ -101,13 +117,6 @@ def test_rouge_l_is_the_f1_of_the_longest_common_subsequence(one, other, score):
     assert rouge_l(other, one) == pytest.approx(score)
 
 
-TASK = {
-    "prompt": "def double(x):\n",
-    "entry_point": "double",
-    "test": "def check(f):\n    assert f(3) == 6\n",
-}
-
-
 @pytest.mark.parametrize(
     ("answer", "solved"),
     [
@@ -154,18 +163,6 @@ def test_trees_of_sixty_rows_keep_their_published_share():
         share = record.predict_ms(FITTED) / record.predict_ms(FITTED, 60)
         published = tree["speedup"] / tree["tokens_per_pass"]
         assert share == pytest.approx(published, rel=0.27)
-
-
-SIZES = {
-    "--hidden-size": 256, "--layers": 5, "--heads": 16, "--kv-heads": 8,
-    "--intermediate-size": 416,
-}  # fmt: skip
-TASKS = {
-    "kangaroo": KangarooTask,
-    "glide": GlideTask,
-    "chimera": ChimeraTask,
-    "falcon": FalconTask,
-}
 
 
 def said_by_probes(folder: Path) -> Tensor:

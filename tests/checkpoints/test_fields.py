@@ -59,6 +59,31 @@ TABLES = {
     "GGUF": GGUF_FILE,
 }
 """The tables of the page, by the heads of their first columns."""
+TEXT = "def the <|endoftext|> self .\nreturn 12"
+TOKEN = {"content": "def", "special": False, "normalized": False}
+TOKENIZER_FIELDS = {
+    "add_bos_token": True, "add_eos_token": True, "add_prefix_space": True,
+    "added_tokens_decoder": {"70": TOKEN | {"lstrip": True, "rstrip": False}},
+    "additional_special_tokens": ["self"], "bos_token": "<|endoftext|>",
+    "chat_template": "{{ messages }}", "clean_up_tokenization_spaces": True,
+    "do_lower_case": True, "eos_token": "self",
+    "extra_special_tokens": {"image_token": "self"}, "legacy": False,
+    "model_max_length": 4, "padding_side": "left",
+    "spaces_between_special_tokens": False, "split_special_tokens": True,
+    "truncation_side": "left", "use_default_system_prompt": True,
+}  # fmt: skip
+_FOR_BPE = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
+LLAMA = {"do_sample": True, "temperature": 0.6, "top_p": 0.9}
+QWEN = {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "repetition_penalty": 1.05}
+SAMPLED, SAMPLES = {"do_sample": True}, {"temperature": 1.0, "top_k": 50}
+OUT_OF_RANGE = {
+    **{"temperature": (-0.1, "0.6", True, float("nan")), "top_p": (0, 1.5)},
+    **{"top_k": (2.5, -1), "min_p": (1.0,), "repetition_penalty": (0, [1.1])},
+}
+MALFORMED = {
+    **{"suppress_tokens": (5, ["a"]), "bad_words_ids": ([5], {"a": 1})},
+    **{"stop_strings": ([5], {})},
+}
 
 
 def table(head, rows):
@@ -246,9 +271,6 @@ def test_stop_texts_of_the_checkpoint_count_unless_a_flag_gives_others(
     assert text("--stop", first) == whole[: whole.index(first)]
 
 
-TEXT = "def the <|endoftext|> self .\nreturn 12"
-
-
 def trained(folder):
     """A tokenizer as a training leaves it: it cuts to 8 tokens, and pads to 8."""
     save_tokenizer(folder)
@@ -268,20 +290,6 @@ def test_truncation_and_padding_of_a_training_are_reset(tmp_path):
     found = Tokenizer.from_str(Checkpoint.load(str(source), torch.float32).tokenizer)
     for text in ("def", TEXT):
         assert found.encode(text).ids == expected(text).input_ids
-
-
-TOKEN = {"content": "def", "special": False, "normalized": False}
-TOKENIZER_FIELDS = {
-    "add_bos_token": True, "add_eos_token": True, "add_prefix_space": True,
-    "added_tokens_decoder": {"70": TOKEN | {"lstrip": True, "rstrip": False}},
-    "additional_special_tokens": ["self"], "bos_token": "<|endoftext|>",
-    "chat_template": "{{ messages }}", "clean_up_tokenization_spaces": True,
-    "do_lower_case": True, "eos_token": "self",
-    "extra_special_tokens": {"image_token": "self"}, "legacy": False,
-    "model_max_length": 4, "padding_side": "left",
-    "spaces_between_special_tokens": False, "split_special_tokens": True,
-    "truncation_side": "left", "use_default_system_prompt": True,
-}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", TOKENIZER_FIELDS)
@@ -306,9 +314,6 @@ def test_the_page_has_the_settings_of_every_tokenizer():
     internal = {"name_or_path", "verbose", "backend", "files_loaded", "max_len"}
     for name in names - internal:
         assert f"`{name}`" in PAGE.read_text(), name
-
-
-_FOR_BPE = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
 
 
 @pytest.mark.parametrize(
@@ -480,11 +485,6 @@ def test_numbers_that_a_family_does_not_have_are_refused(tmp_path, family, key, 
         read(tmp_path / "a.gguf", {f"{family}.{key}": value}, family)
 
 
-LLAMA = {"do_sample": True, "temperature": 0.6, "top_p": 0.9}
-QWEN = {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "repetition_penalty": 1.05}
-SAMPLED, SAMPLES = {"do_sample": True}, {"temperature": 1.0, "top_k": 50}
-
-
 def written(folder, fields):
     folder.mkdir(exist_ok=True)
     (folder / "config.json").touch()
@@ -521,16 +521,6 @@ def test_defaults_are_those_that_would_be_used(tmp_path, fields, defaults):
 def test_a_checkpoint_without_the_file_has_no_defaults(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     assert GenerationFields.read(str(tmp_path)).defaults() == {}
-
-
-OUT_OF_RANGE = {
-    **{"temperature": (-0.1, "0.6", True, float("nan")), "top_p": (0, 1.5)},
-    **{"top_k": (2.5, -1), "min_p": (1.0,), "repetition_penalty": (0, [1.1])},
-}
-MALFORMED = {
-    **{"suppress_tokens": (5, ["a"]), "bad_words_ids": ([5], {"a": 1})},
-    **{"stop_strings": ([5], {})},
-}
 
 
 @pytest.mark.parametrize(

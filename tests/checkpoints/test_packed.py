@@ -30,6 +30,7 @@ quick = partial(ExportOptions, Recipe("none"), capacity=64, max_width=32, fast=T
 Q = "model.layers.0.self_attn.q_proj"
 AWQ = (0, 2, 4, 6, 1, 3, 5, 7)
 """The column that each place of a word holds."""
+ROW = torch.arange(30)[None]
 
 
 def words(values, bits, order=None):
@@ -395,9 +396,6 @@ def test_four_bits_of_bitsandbytes_are_no_integers(base):
     rewrite(base, kept, quant_method="bitsandbytes")
     with pytest.raises(UnsupportedModelError, match="nf4"):
         Checkpoint.load(str(base), torch.float32)
-
-
-ROW = torch.arange(30)[None]
 
 
 @pytest.fixture

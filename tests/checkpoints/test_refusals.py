@@ -17,6 +17,31 @@ from jetdraft.recipe import Recipe
 from tests.checkpoints.heads import layouts
 from tests.tiny import SIZES, llama_config, save_checkpoint
 
+QUICK = ExportOptions(Recipe("none"), capacity=64, max_width=32, fast=True)
+EXPERTS = "is a mixture of experts"
+RECURRENT = "has recurrent layers"
+INDEXED = "attends to the keys that an indexer selects (index_topk 2048)"
+SHARED = "has layers that share keys and values"
+OF_EXPERTS = {"enable_moe_block": True, "num_experts": 4}
+CASES = {
+    "dbrx": (transformers.DbrxConfig(), [f"{EXPERTS} (moe_num_experts 4)"]),
+    "deepseek_v32": (transformers.DeepseekV32Config(), [EXPERTS, INDEXED]),
+    "mamba": (transformers.MambaConfig(), [RECURRENT]),
+    "mamba2": (transformers.Mamba2Config(), [RECURRENT]),
+    "falcon_mamba": (transformers.FalconMambaConfig(), [RECURRENT]),
+    "jamba": (transformers.JambaConfig(), [EXPERTS, RECURRENT]),
+    "recurrent_gemma": (transformers.RecurrentGemmaConfig(), [RECURRENT]),
+    "gemma3n_text": (
+        Gemma3nTextConfig(attn_logit_softcapping=50.0),
+        ["has attn_logit_softcapping 50.0, which transformers ignores", "gemma3n_text"],
+    ),
+    "gemma4_text, experts": (Gemma4TextConfig(**OF_EXPERTS), [EXPERTS]),
+    "aya_vision": (transformers.AyaVisionConfig(), ["'aya_vision'", "more than text"]),
+    "clip": (transformers.CLIPConfig(), ["is a 'clip' model", "language model"]),
+}
+SHARD = "model-00002-of-00002.safetensors"
+SENTENCE = "The checkpoint has model type `nonsense`, which is not known"
+
 
 def test_a_config_with_fewer_layers_than_its_weights(tmp_path):
     folder = save_checkpoint(tmp_path / "c", llama_config(num_hidden_layers=3))
@@ -53,30 +78,6 @@ def test_each_stack_has_its_own_layers(tmp_path):
 def test_a_bias_that_the_config_does_not_describe():
     with pytest.raises(CheckpointError, match=r"layers\.0\.q\.bias, .*no such bias"):
         check_unread("folder", ["layers.0.q.weight"], ["layers.0.q.bias"])
-
-
-QUICK = ExportOptions(Recipe("none"), capacity=64, max_width=32, fast=True)
-EXPERTS = "is a mixture of experts"
-RECURRENT = "has recurrent layers"
-INDEXED = "attends to the keys that an indexer selects (index_topk 2048)"
-SHARED = "has layers that share keys and values"
-OF_EXPERTS = {"enable_moe_block": True, "num_experts": 4}
-CASES = {
-    "dbrx": (transformers.DbrxConfig(), [f"{EXPERTS} (moe_num_experts 4)"]),
-    "deepseek_v32": (transformers.DeepseekV32Config(), [EXPERTS, INDEXED]),
-    "mamba": (transformers.MambaConfig(), [RECURRENT]),
-    "mamba2": (transformers.Mamba2Config(), [RECURRENT]),
-    "falcon_mamba": (transformers.FalconMambaConfig(), [RECURRENT]),
-    "jamba": (transformers.JambaConfig(), [EXPERTS, RECURRENT]),
-    "recurrent_gemma": (transformers.RecurrentGemmaConfig(), [RECURRENT]),
-    "gemma3n_text": (
-        Gemma3nTextConfig(attn_logit_softcapping=50.0),
-        ["has attn_logit_softcapping 50.0, which transformers ignores", "gemma3n_text"],
-    ),
-    "gemma4_text, experts": (Gemma4TextConfig(**OF_EXPERTS), [EXPERTS]),
-    "aya_vision": (transformers.AyaVisionConfig(), ["'aya_vision'", "more than text"]),
-    "clip": (transformers.CLIPConfig(), ["is a 'clip' model", "language model"]),
-}
 
 
 def refusal(folder, output) -> str:
@@ -146,9 +147,6 @@ def test_a_checkpoint_without_a_tokenizer_is_told(tmp_path):
         export(str(folder), tmp_path / "bundle", options=QUICK)
 
 
-SHARD = "model-00002-of-00002.safetensors"
-
-
 @pytest.fixture(params=["head", "target"])
 def load(request):
     target = partial(Checkpoint.load, dtype=torch.float32)
@@ -192,9 +190,6 @@ def test_an_index_that_is_none(folder, load, text):
     (folder / "model.safetensors.index.json").write_text(text)
     with pytest.raises(CheckpointError, match=r"index.json cannot be read"):
         load(str(folder))
-
-
-SENTENCE = "The checkpoint has model type `nonsense`, which is not known"
 
 
 @pytest.mark.parametrize(

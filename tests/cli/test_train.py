@@ -16,6 +16,11 @@ from tests.tiny import llama_config, save_checkpoint
 
 PAGE = Path(__file__).parents[2] / "docs" / "training.md"
 QUICK = ("--gamma", "2", "--sequence-length", "24", "--batch-size", "2")
+DRAFTER = ("--sequence-length", 24, "--batch-size", 2, "--steps", 2)
+COMMON = {
+    *("--data", "--steps", "--batch-size", "--sequence-length", "--learning-rate"),
+    *("--validation-share", "--validate-every", "--seed", "--output"),
+}
 
 
 @pytest.fixture(scope="module")
@@ -155,9 +160,6 @@ def test_a_head_from_a_text(tmp_path, text):
     assert_refused(jetdraft(*other, *sizes, "--taps", "a,b"), "comma list of integers")
 
 
-DRAFTER = ("--sequence-length", 24, "--batch-size", 2, "--steps", 2)
-
-
 def test_a_drafter_from_a_text(target, tmp_path, text):
     command = ("train", "draft", target, "--data", text, "-o", tmp_path / "drafter")
     sizes = ("--layers", 1, "--hidden-size", 32, "--draft-vocab", 50)
@@ -176,12 +178,6 @@ def test_a_drafter_from_a_text(target, tmp_path, text):
     other = (*command[:-1], tmp_path / "layers", "--from-layers", "0,2")
     layers = succeed(*other, *DRAFTER)
     assert "training a drafter of width 64, layers: 2" in layers.stderr
-
-
-COMMON = {
-    *("--data", "--steps", "--batch-size", "--sequence-length", "--learning-rate"),
-    *("--validation-share", "--validate-every", "--seed", "--output"),
-}
 
 
 @pytest.mark.parametrize("name", trainers.list_commands(click.Context(trainers)))

@@ -33,6 +33,12 @@ CUDA = (
     "error: libcublasLt.so.13: cannot open shared object file: No such file\n"
     "[W:onnxruntime] Failed to create CUDAExecutionProvider.\n"
 )
+CUDA_EP, CPU_EP = PROVIDERS["cuda"].full, PROVIDERS["cpu"].full
+BROKEN = Presence("cuda", compiled=True, runs=False, reason="it needs libcublas.so")
+CONTRACT = StepContract(100, 512, 64, "float16", ((2, 16),), tree=True)
+MACHINE = {"bundle": "b", "gpu": "Orin", "tensorrt": "10.16.2", "onnxruntime": "1.31.1"}
+SIZES = ("min", "opt", "max")
+RUNS = Presence("webgpu", True, True)
 
 
 def test_the_graph_of_a_trial_multiplies():
@@ -135,9 +141,6 @@ class Session:
             yield SimpleNamespace(ep_name=owner, get_nodes=lambda node=node: [node])
 
 
-CUDA_EP, CPU_EP = PROVIDERS["cuda"].full, PROVIDERS["cpu"].full
-
-
 def test_a_silent_fall_back_is_an_error(monkeypatch):
     """Sizes alone may be computed on the CPU."""
     nodes = [(CUDA_EP, "MatMul"), (CPU_EP, "Shape"), (CPU_EP, "Concat")]
@@ -148,9 +151,6 @@ def test_a_silent_fall_back_is_an_error(monkeypatch):
     monkeypatch.setattr(session, "try_provider", lambda name: BROKEN)
     with pytest.raises(ProviderError, match="cannot be used here: it needs libcublas"):
         _check_provider(Session([CPU_EP], []), "cuda", Path("a.onnx"))
-
-
-BROKEN = Presence("cuda", compiled=True, runs=False, reason="it needs libcublas.so")
 
 
 def test_what_cannot_run_is_refused_with_the_reason(monkeypatch):
@@ -172,11 +172,6 @@ def test_auto_takes_the_fastest_that_can(monkeypatch):
         assert choose_provider("auto", [(flavour, dtype)], "states").name == "cpu"
     runs = replace(runs, software=True)
     assert choose_provider("auto", [("contrib", "float32")]).name == "cpu"
-
-
-CONTRACT = StepContract(100, 512, 64, "float16", ((2, 16),), tree=True)
-MACHINE = {"bundle": "b", "gpu": "Orin", "tensorrt": "10.16.2", "onnxruntime": "1.31.1"}
-SIZES = ("min", "opt", "max")
 
 
 def shapes(text):
@@ -324,9 +319,6 @@ def test_the_trial_says_why_webgpu_does_not_run(monkeypatch):
     monkeypatch.setattr(providers.subprocess, "run", lambda *a, **k: software)
     forget()
     assert providers.try_provider("webgpu").software
-
-
-RUNS = Presence("webgpu", True, True)
 
 
 def stopped(reason):

@@ -94,6 +94,10 @@ CONFIGS = {
         **SIZES, **WINDOWS, **OF_EACH_LAYER, global_head_dim=16),
     **{f"{name}, shared": make() for name, make in tiny.SHARING.items()},
 }  # fmt: skip
+TEXT = np.random.default_rng(0).integers(0, VOCAB_SIZE, 500)
+DRAFT = 5
+FAMILIES = {**HYBRIDS, **SHARING}
+of_states = pytest.mark.parametrize("family", HYBRIDS, indirect=True)
 
 
 def load(config, folder) -> Checkpoint:
@@ -345,12 +349,6 @@ def test_other_logits_are_wrong(tmp_path, monkeypatch):
     other = lambda *given: own(*given) + 2 * families.TOLERANCE  # noqa: E731
     monkeypatch.setattr(families, "logits_of", other)
     assert families.try_family("llama", tmp_path).result == "wrong"
-
-
-TEXT = np.random.default_rng(0).integers(0, VOCAB_SIZE, 500)
-DRAFT = 5
-FAMILIES = {**HYBRIDS, **SHARING}
-of_states = pytest.mark.parametrize("family", HYBRIDS, indirect=True)
 
 
 @contextmanager

@@ -48,6 +48,21 @@ READ_ON_HOST = {
 
 COMPUTED_ON_HOST = {"Cast", "Add", "Sub", "Mul", "Concat", "Gather", "Squeeze"}
 COMPUTED_ON_HOST |= {"Unsqueeze", "Slice", "Reshape"}
+make = onnx.helper.make_node
+STREAMS = StreamSettings(gamma=3, layers=1, lora_rank=4, prune_rank=2)
+PROMPTS = PromptSettings(gamma=3, ranks=((0.5, 0.2), (0.4, 0.2), (0.3, 0.1)))
+FORECASTS = PromptSettings(gamma=3, prefix=4, mode=FORECAST)
+PROBES = {
+    "streams": partial(save_streams, settings=STREAMS),
+    "shared": partial(save_streams, settings=replace(STREAMS, mode=SHARED)),
+    "ppd": partial(save_prompts, settings=PROMPTS),
+    "ensemble": partial(save_prompts, settings=replace(PROMPTS, members=2, prefix=2)),
+    "forecast": partial(save_prompts, settings=FORECASTS),
+}
+TASKS = {"glide": GlideTask, "chimera": ChimeraTask, "falcon": FalconTask}
+PROMPT = np.random.default_rng(4).integers(0, 288, 20).tolist()
+WAYS = [{}, {"temperature": 0.9, "seed": 3}]
+LAYERS = 2
 
 
 def copied_to_device(file):
@@ -115,9 +130,6 @@ def test_check_says_that_cuda_can_run_them(captured):
     assert result.stdout.startswith("verdict    cuda can run all graphs")
 
 
-make = onnx.helper.make_node
-
-
 @pytest.mark.parametrize(
     ("faults", "nodes", "shapes", "found"),
     [
@@ -155,19 +167,6 @@ def assert_captured(bundle, sums=False):
         assert "GatherND" not in {node.op_type for node in graph.node}, one.file
 
 
-STREAMS = StreamSettings(gamma=3, layers=1, lora_rank=4, prune_rank=2)
-PROMPTS = PromptSettings(gamma=3, ranks=((0.5, 0.2), (0.4, 0.2), (0.3, 0.1)))
-FORECASTS = PromptSettings(gamma=3, prefix=4, mode=FORECAST)
-PROBES = {
-    "streams": partial(save_streams, settings=STREAMS),
-    "shared": partial(save_streams, settings=replace(STREAMS, mode=SHARED)),
-    "ppd": partial(save_prompts, settings=PROMPTS),
-    "ensemble": partial(save_prompts, settings=replace(PROMPTS, members=2, prefix=2)),
-    "forecast": partial(save_prompts, settings=FORECASTS),
-}
-TASKS = {"glide": GlideTask, "chimera": ChimeraTask, "falcon": FalconTask}
-
-
 def target_of(folder, layers):
     config = llama_config(num_hidden_layers=layers, tie_word_embeddings=False)
     return str(save_checkpoint(folder / "target", config))
@@ -197,11 +196,6 @@ def test_probes_can_be_captured(kind, tmp_path):
 @pytest.mark.parametrize("kind", TASKS)
 def test_attached_drafters_can_be_captured(kind, tmp_path):
     assert_captured(attached(kind, tmp_path))
-
-
-PROMPT = np.random.default_rng(4).integers(0, 288, 20).tolist()
-WAYS = [{}, {"temperature": 0.9, "seed": 3}]
-LAYERS = 2
 
 
 @pytest.fixture(scope="module")

@@ -42,6 +42,13 @@ from tests.tiny import (
 COUNT = 120
 TEXT = "the self import range in print def return for " * 30 + "0123456789abcdefgh" * 9
 PROMPT = " the self"
+MAX_VOCAB_SIZE = VOCAB_SIZE + 64
+PAIRS = [(320, 288), (320, 320), (320, 352), (288, 352), (320, 280)]
+"""Rows of the target and of the drafter; the tokenizer has 288 tokens."""
+IDS = [5, 9, 200, 31, 64, 77]
+UNUSED = 5
+"""The type of a GGUF file's tokens without a meaning."""
+WAYS = [{"temperature": 0.0}, {"temperature": 0.9, "seed": 4}]
 
 
 @pytest.fixture(scope="module")
@@ -280,17 +287,6 @@ def test_check_warns_where_the_acceptance_fell(cut, tmp_path):
     manifests.write(copy, manifest)
     result = succeed("check", copy, "--threads", "1")
     assert "warning: the target accepts fewer drafted tokens" in result.stderr
-
-
-MAX_VOCAB_SIZE = VOCAB_SIZE + 64
-PAIRS = [(320, 288), (320, 320), (320, 352), (288, 352), (320, 280)]
-"""Rows of the target and of the drafter; the tokenizer has 288 tokens."""
-
-IDS = [5, 9, 200, 31, 64, 77]
-UNUSED = 5
-"""The type of a GGUF file's tokens without a meaning."""
-
-WAYS = [{"temperature": 0.0}, {"temperature": 0.9, "seed": 4}]
 
 
 @pytest.fixture(scope="module")

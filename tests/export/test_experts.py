@@ -35,6 +35,24 @@ from tests.train.periodic import teach
 from tools.recipes.quality import compare
 
 TOKENS = np.random.default_rng(0).integers(0, VOCAB_SIZE, 200)
+SIZES = {"capacity": 256, "max_width": 32}
+BUNDLES = {
+    "qwen3_moe": "none",
+    "gpt_oss": "q8_0",
+    "granitemoe": "q4_k-headq6_k",
+    "qwen3_next": "q4_0",
+}
+CODES = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
+MISTAKES = {
+    "": lambda name, tensor: tensor,
+    "another expert": lambda name, tensor: (
+        tensor.roll(1, 0) if ".experts." in name else tensor
+    ),
+    "gates after the other columns": lambda name, tensor: (
+        tensor.roll(tensor.shape[1] // 2, 1) if "gate_up" in name else tensor
+    ),
+    "no experts": lambda name, tensor: tensor * (".experts.down" not in name),
+}
 
 
 @pytest.fixture(scope="module", params=MIXTURES)
@@ -84,15 +102,6 @@ def test_a_prompt_in_chunks_equals_transformers(case, length):
         np.testing.assert_array_equal(chosen, case.chosen[start:end])
         assert answer.touched == len(np.unique(chosen))
         graph.cache.advance(end - start)
-
-
-SIZES = {"capacity": 256, "max_width": 32}
-BUNDLES = {
-    "qwen3_moe": "none",
-    "gpt_oss": "q8_0",
-    "granitemoe": "q4_k-headq6_k",
-    "qwen3_next": "q4_0",
-}
 
 
 @pytest.fixture(scope="module", params=BUNDLES)
@@ -212,9 +221,6 @@ def test_an_export_reads_a_matrix_at_a_time(name, tmp_path, monkeypatch):
     assert sum(sizes) > 20 * largest
 
 
-CODES = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
-
-
 def write_mxfp4(folder, low, high):
     config, numbers = MIXTURES["gpt_oss"](), np.random.default_rng(0)
     config.intermediate_size = 96
@@ -327,18 +333,6 @@ def learned(tmp_path_factory):
     gate.learn(run.module.drafter, taught, ".mlp.")
     layouts.write(folder / "head", *task.contents(run, task.weights(run), None))
     return folder
-
-
-MISTAKES = {
-    "": lambda name, tensor: tensor,
-    "another expert": lambda name, tensor: (
-        tensor.roll(1, 0) if ".experts." in name else tensor
-    ),
-    "gates after the other columns": lambda name, tensor: (
-        tensor.roll(tensor.shape[1] // 2, 1) if "gate_up" in name else tensor
-    ),
-    "no experts": lambda name, tensor: tensor * (".experts.down" not in name),
-}
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)

@@ -30,6 +30,9 @@ from tests.export.test_capture import assert_captured
 from tests.tiny import VOCAB_SIZE, llama_config, save_checkpoint
 
 CAUSAL = ["eagle1", "eagle1-tied", "eagle3", "speculators", *MTP]
+LAYERS = 2
+TOKENS = np.random.default_rng(4).integers(1, 288, 12).tolist()
+TREE = Rows(TOKENS[:5], [-1, 0, 0, 1, 2])
 
 
 def loaded(source, target):
@@ -209,11 +212,6 @@ def test_its_drafts_change_no_text(made, case):
 )
 def test_it_can_be_captured(made, name):
     assert_captured(made(name, **FP16).bundle)
-
-
-LAYERS = 2
-TOKENS = np.random.default_rng(4).integers(1, 288, 12).tolist()
-TREE = Rows(TOKENS[:5], [-1, 0, 0, 1, 2])
 
 
 def fused_taps() -> Taps:

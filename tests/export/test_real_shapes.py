@@ -27,6 +27,16 @@ from tests.tiny import (
 INT8 = Recipe("int8", 32)
 LARGE_VOCABULARY = 151_936
 LONG = {"ignore_eos": True, "max_new_tokens": 20, "method": "none"}
+EXPORT = """
+import sys
+from jetdraft.export.exporter import ExportOptions, export
+from jetdraft.recipe import Recipe
+options = ExportOptions(Recipe("int8", 32), capacity=128, max_width=16)
+export(sys.argv[1], sys.argv[2], options=options)
+# The peak since this program began; ru_maxrss includes the process that forked.
+lines = dict(line.split(":") for line in open("/proc/self/status"))
+print(int(lines["VmHWM"].split()[0]) * 1024)
+"""
 
 
 def options(**more) -> ExportOptions:
@@ -164,18 +174,6 @@ def test_a_large_vocabulary_is_drafted_exactly(wide, temperature):
         drafted = model.generate(**prompt, **LONG | {"method": method}, **how)
         assert drafted.token_ids == plain.token_ids
     assert max(plain.token_ids) > 1000, "the tail of the vocabulary was never chosen"
-
-
-EXPORT = """
-import sys
-from jetdraft.export.exporter import ExportOptions, export
-from jetdraft.recipe import Recipe
-options = ExportOptions(Recipe("int8", 32), capacity=128, max_width=16)
-export(sys.argv[1], sys.argv[2], options=options)
-# The peak since this program began; ru_maxrss includes the process that forked.
-lines = dict(line.split(":") for line in open("/proc/self/status"))
-print(int(lines["VmHWM"].split()[0]) * 1024)
-"""
 
 
 def test_an_export_needs_little_more_than_a_shard(tmp_path):

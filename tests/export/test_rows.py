@@ -17,6 +17,20 @@ from tests.tiny import exported, llama_config, save_checkpoint
 
 CAPACITY = 48
 WIDTHS = (1, 2, 3, 5, 8)
+ROWS, VOCABULARY, TRIALS = 16, 384, 60
+PROMPT = np.random.default_rng(3).integers(0, 288, 30).tolist()
+WAYS = [
+    {"method": "lookup"},
+    {"method": "draft", "num_draft_tokens": 4},
+    {"method": "draft", "drafting": {"tree": "best"}, "num_draft_tokens": 7},
+    {
+        "method": "draft",
+        "drafting": {"tree": "best"},
+        "num_draft_tokens": 7,
+        "exact": False,
+    },
+    {"method": "auto", "temperature": 0.9, "seed": 2},
+]
 
 
 @pytest.fixture(scope="module", params=["int8", "int8-kv8", "q8_0", "none"])
@@ -73,9 +87,6 @@ def test_plain_decoding_fills_the_buffers(wide):
     assert len(loose.token_ids) == CAPACITY - len(prompt)
 
 
-ROWS, VOCABULARY, TRIALS = 16, 384, 60
-
-
 class Sum(torch.nn.Module):
     def forward(self, logits):
         return log_sum_exp(logits, logits.amax(-1, keepdim=True))[..., 0]
@@ -105,21 +116,6 @@ def test_no_bit_depends_on_the_number_of_rows(tmp_path):
         for width in range(1, ROWS):
             [part] = session.run(None, {name: logits[:, :width]})
             assert np.array_equal(part[0], whole[0, :width]), width
-
-
-PROMPT = np.random.default_rng(3).integers(0, 288, 30).tolist()
-WAYS = [
-    {"method": "lookup"},
-    {"method": "draft", "num_draft_tokens": 4},
-    {"method": "draft", "drafting": {"tree": "best"}, "num_draft_tokens": 7},
-    {
-        "method": "draft",
-        "drafting": {"tree": "best"},
-        "num_draft_tokens": 7,
-        "exact": False,
-    },
-    {"method": "auto", "temperature": 0.9, "seed": 2},
-]
 
 
 @pytest.fixture(scope="module")

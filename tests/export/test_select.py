@@ -23,6 +23,7 @@ from tests.programs import jetdraft as run
 from tests.tiny import VOCAB_SIZE, exported, llama_config, save_checkpoint
 
 ROWS = 32
+TRAINED = 64
 
 
 def selecting(pair, folder, recipe):
@@ -182,9 +183,6 @@ def test_a_selection_stays_while_the_query_is_alike(few, prompt):
     own.cache.rewind(60)  # rows of the selection are no longer committed
     own.run(prompt[60:61])
     assert selected_by_hand(own)[0].max() < 60 - 8
-
-
-TRAINED = 64
 
 
 def trained_briefly(folder, **options):

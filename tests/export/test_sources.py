@@ -38,6 +38,15 @@ from tests.whispers import save as save_whisper
 DRAFTED = "t5"
 """The family whose bundle has a drafter; an export takes seven seconds."""
 SLOTS = 5
+TOKENS = np.random.default_rng(1).integers(4, VOCAB_SIZE, 20).tolist()
+DAMAGED = {
+    "layers": ({"num_hidden_layers": 3}, "has 3 layers, but the target's decoder 2"),
+    "weights": ({"target_words": "others"}, "was trained for other weights"),
+    "block": ({"block_size": 65}, "fills 65 tokens, and jetdraft at most 64"),
+    "none": ({"block_size": 0}, "has block_size=0; it needs a whole number"),
+    "key": ({"heads": 3}, "has heads=3, which jetdraft does not know"),
+    "deeper": ({"num_hidden_layers": 2}, "lacks weight 'model.decoder.block.1"),
+}
 
 
 @pytest.fixture(scope="module")
@@ -227,9 +236,6 @@ def test_recipes_that_read_a_text_are_refused(tmp_path):
     folder = save(tmp_path / "t5", CONFIGS["t5"], tokenizer=False)
     with pytest.raises(JetdraftError, match="reads no text"):
         exported(folder, tmp_path / "out", "int4-gptq")
-
-
-TOKENS = np.random.default_rng(1).integers(4, VOCAB_SIZE, 20).tolist()
 
 
 @pytest.fixture(scope="module", params=CONFIGS)
@@ -440,16 +446,6 @@ def test_pairs_that_do_not_fit_are_refused(pair, tmp_path):
     options = ExportOptions(Recipe("none"), capacity=64, max_width=16, draft_vocab=50)
     with pytest.raises(OptionError, match="leave --draft-vocab out"):
         export(target, output, options=options, head=drafter)
-
-
-DAMAGED = {
-    "layers": ({"num_hidden_layers": 3}, "has 3 layers, but the target's decoder 2"),
-    "weights": ({"target_words": "others"}, "was trained for other weights"),
-    "block": ({"block_size": 65}, "fills 65 tokens, and jetdraft at most 64"),
-    "none": ({"block_size": 0}, "has block_size=0; it needs a whole number"),
-    "key": ({"heads": 3}, "has heads=3, which jetdraft does not know"),
-    "deeper": ({"num_hidden_layers": 2}, "lacks weight 'model.decoder.block.1"),
-}
 
 
 @pytest.mark.parametrize("case", DAMAGED)

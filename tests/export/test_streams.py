@@ -28,6 +28,10 @@ TOKENS = np.random.default_rng(4).integers(0, 288, COUNT).tolist()
 # Its LoRA is in all layers, also in the layer below the streams.
 CONFIG = llama_config(num_hidden_layers=2)
 SHARING = replace(SETTINGS, mode=SHARED)
+ROWS, CURSOR = 5, 3
+CUT_TOKENS = np.random.default_rng(2).integers(1, 288, (1, ROWS))
+ANCESTORS = [[0], [0, 1], [0, 2], [0, 1, 3], [0, 2, 4]]
+"""Per row of a branching draft, the rows that it sees."""
 
 
 @pytest.fixture(scope="module", params=[SETTINGS, SHARING], ids=[LOSSLESS, SHARED])
@@ -198,12 +202,6 @@ def test_damaged_streams_are_refused(tmp_path, checkpoint):
     (other / "streams.json").write_bytes((checkpoint / "streams.json").read_bytes())
     with pytest.raises(CheckpointError, match="train the streams again"):
         exported(other, tmp_path / "bundle")
-
-
-ROWS, CURSOR = 5, 3
-CUT_TOKENS = np.random.default_rng(2).integers(1, 288, (1, ROWS))
-ANCESTORS = [[0], [0, 1], [0, 2], [0, 1, 3], [0, 2, 4]]
-"""Per row of a branching draft, the rows that it sees."""
 
 
 def cut_below_two(job: Job, contract: StepContract) -> Step:

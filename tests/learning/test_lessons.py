@@ -33,6 +33,23 @@ from tests.programs import printed
 from tests.toy_drafter import put_on_trial
 
 VOCABULARY = 100
+POISON = [
+    ("tokens", np.array([VOCABULARY, 1], np.uint32).tobytes()),
+    *(("tokens", value) for value in (b"", b"123", "text", 7)),
+    ("tokens", b"\0" * (4 * module.MAX_TOKENS + 4)),
+    ("places", np.array([0], np.uint32).tobytes()),
+    ("places", np.array([2], np.uint32).tobytes()), ("places", b""),
+    ("places", np.ones(module.MAX_PLACES + 1, np.uint32).tobytes()),
+    ("ids", np.array([1, VOCABULARY], np.uint32).tobytes()), ("ids", b""),
+    ("logits", np.array([1, np.nan], np.float32).tobytes()),
+    ("logits", np.array([1], np.float32).tobytes()), ("logits", "text"),
+    ("kept", 1e300), ("kept", "text"),
+]  # fmt: skip
+ONES = {"matrix": np.ones((4, 4), np.float32)}
+TWOS = {"matrix": np.full((4, 4), 2, np.float32)}
+NOT_FINITE = np.float32([[np.nan, 1.0]]), np.float16([[np.inf, 1.0]])
+REST = {"before": None, "base": ""}
+NO_CHOICES = [REST | {"name": "../../etc"}, REST | {"name": 7}, {"name": ""}]
 
 
 def open_lessons(folder):
@@ -89,20 +106,6 @@ def test_old_lessons_go(tmp_path):
     assert count == 1
 
 
-POISON = [
-    ("tokens", np.array([VOCABULARY, 1], np.uint32).tobytes()),
-    *(("tokens", value) for value in (b"", b"123", "text", 7)),
-    ("tokens", b"\0" * (4 * module.MAX_TOKENS + 4)),
-    ("places", np.array([0], np.uint32).tobytes()),
-    ("places", np.array([2], np.uint32).tobytes()), ("places", b""),
-    ("places", np.ones(module.MAX_PLACES + 1, np.uint32).tobytes()),
-    ("ids", np.array([1, VOCABULARY], np.uint32).tobytes()), ("ids", b""),
-    ("logits", np.array([1, np.nan], np.float32).tobytes()),
-    ("logits", np.array([1], np.float32).tobytes()), ("logits", "text"),
-    ("kept", 1e300), ("kept", "text"),
-]  # fmt: skip
-
-
 @pytest.mark.parametrize(("column", "value"), POISON)
 def test_a_poisoned_row_is_left_out(tmp_path, column, value):
     lessons = open_lessons(tmp_path)
@@ -129,10 +132,6 @@ def test_a_file_in_place_of_the_folder_is_refused(tmp_path):
     (tmp_path / "notes").write_text("what I have to do")
     with pytest.raises(StoreError, match="cannot make the folder"):
         open_lessons(tmp_path / "notes")
-
-
-ONES = {"matrix": np.ones((4, 4), np.float32)}
-TWOS = {"matrix": np.full((4, 4), 2, np.float32)}
 
 
 @pytest.fixture
@@ -186,18 +185,11 @@ def test_damaged_and_missing_arrays_are_refused(toy, sets, damage):
             sets.arrays(each)
 
 
-NOT_FINITE = np.float32([[np.nan, 1.0]]), np.float16([[np.inf, 1.0]])
-
-
 @pytest.mark.parametrize("array", [*NOT_FINITE, np.array([3, 4]), np.array(["text"])])
 def test_arrays_that_are_no_weights_are_refused(toy, sets, array):
     name = put_on_trial(sets.folder, toy, {"matrix": array})
     with pytest.raises(StoreError, match="damaged or missing"):
         sets.arrays(name)
-
-
-REST = {"before": None, "base": ""}
-NO_CHOICES = [REST | {"name": "../../etc"}, REST | {"name": 7}, {"name": ""}]
 
 
 @pytest.mark.parametrize("text", ["no JSON", "[]", *map(json.dumps, NO_CHOICES)])

@@ -7,6 +7,11 @@ from jetdraft import native
 from jetdraft.quant.grids import GRIDS, LAYOUT_VERSION, GridMatrix
 
 ARRAYS = ("integers", "scales")
+ATTENTION_INPUTS = (
+    *("query", "key", "value", "past_key", "past_value", "last_row", "total_length"),
+    *("cosines", "sines", "positions", "bias", "sinks"),
+)
+FLAGS = "do_rotary", "rotary_interleaved", "local_window_size"
 
 
 def session(kind, matrix, *, threads=1, **changed):
@@ -73,13 +78,6 @@ def random_matrix(grid, columns, rows, seed=0):
         halves[::7] = np.float16(6e-8)
         data[..., place : place + 2] = halves[..., None].view(np.uint8)
     return GridMatrix(grid, data.reshape(columns, -1), rows)
-
-
-ATTENTION_INPUTS = (
-    *("query", "key", "value", "past_key", "past_value", "last_row", "total_length"),
-    *("cosines", "sines", "positions", "bias", "sinks"),
-)
-FLAGS = "do_rotary", "rotary_interleaved", "local_window_size"
 
 
 class Attending:

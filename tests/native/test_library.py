@@ -28,6 +28,9 @@ PROGRAM, LOADER, EMULATOR = (
     Path(__file__).with_name(n) for n in ("agreement.cpp", "load.c", "emulated.h")
 )
 QEMUS = {m: which(f"qemu-{m}-static") or which(f"qemu-{m}") for m in SOURCES}
+on_x86 = pytest.mark.skipif(platform.machine() != "x86_64", reason="needs x86-64")
+INSTALL = "install jetdraft again on this machine, or export with --kernel onnxruntime"
+UNKNOWN = "the instructions that JETDRAFT_ISA names; leave it out"
 
 
 def compiled(folder, architecture, **changed):
@@ -61,9 +64,6 @@ def programs(tmp_path_factory):
 
 def test_this_processor_agrees_with_the_portable_code(programs):
     assert "portable" in agreeing(programs(platform.machine()))
-
-
-on_x86 = pytest.mark.skipif(platform.machine() != "x86_64", reason="needs x86-64")
 
 
 @on_x86
@@ -120,10 +120,6 @@ def libraries(tmp_path_factory):
         return loader, library
 
     return cache(built)
-
-
-INSTALL = "install jetdraft again on this machine, or export with --kernel onnxruntime"
-UNKNOWN = "the instructions that JETDRAFT_ISA names; leave it out"
 
 
 @pytest.fixture(scope="module")

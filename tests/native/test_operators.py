@@ -26,6 +26,39 @@ from tests.native.operators import (
 )
 
 SHAPES = ((48, 512), (40, 200), (7, 31))
+SHORT = np.zeros(8, np.uint8)
+ROTATED = {"do_rotary": 1}
+ATTENTIONS = {
+    "plain": Attending(packed=False),
+    "rotated": Attending(**ROTATED),
+    "interleaved": Attending(3, 1, 32, **ROTATED, rotary_interleaved=1),
+    "wide heads": Attending(6, 2, 128, **ROTATED),
+    "a head of keys for each": Attending(3, 3, 16),
+    "a size of no whole vector": Attending(3, 1, 20),
+    "less than a vector": Attending(4, 2, 6, packed=False),
+    "window": Attending(local_window_size=9, **ROTATED),
+    "softcap": Attending(softcap=1.5),
+    "sinks": Attending(sinks=True, **ROTATED),
+    "sinks and a window": Attending(sinks=True, local_window_size=9),
+}
+ROWS, BUFFERS, ENDS = "rows of another width", "buffers of another", "do not fit into"
+TABLES, HEADS = "tables or positions of another shape", "numbers of heads"
+UNALIGNED = np.zeros(3 * 512 * 4 + 1, np.uint8)[1:].view(np.float32)
+TEXT_ROWS = 40
+CASES = {
+    "delta": lambda: delta_rule(3, 3, 128, 128, 2),
+    "mamba": lambda: delta_rule(4, 2, 16, 83, 1),
+    "tiny": lambda: delta_rule(2, 1, 8, 4, 2),
+    "window of 4": lambda: convolution(6144, 4, has_bias=False),
+    "window of 3": lambda: convolution(7, 3, has_bias=True),
+}
+BY_ROW = [(1, 1)] * TEXT_ROWS
+OUTCOMES = [(16, n) for n in (1, 16, 7)] + [(4, 1), (4, 4), (3, 0), (3, 3), (1, 1)]
+WAYS = {
+    "in part": [*OUTCOMES, *[(1, 1)] * 7],
+    "a wide pass first": [(20, 20), (2, 1), (19, 19)],
+    "a wide pass after kept rows": [(5, 3), (17, 17), (4, 4), (1, 1), (15, 15)],
+}
 
 
 def rounded_to_int8(x):
@@ -107,9 +140,6 @@ def test_a_row_has_the_bits_of_its_expert_alone(grid, threads):
             np.testing.assert_array_equal(found, np.reshape(expected, (rows, columns)))
 
 
-SHORT = np.zeros(8, np.uint8)
-
-
 @pytest.mark.parametrize(
     ("ids", "changed", "reason"),
     [
@@ -174,22 +204,6 @@ def test_the_environment_names_the_instructions():
     refused = run_isa("abacus")
     assert refused.returncode
     assert "JETDRAFT_ISA names; leave it out" in refused.stderr
-
-
-ROTATED = {"do_rotary": 1}
-ATTENTIONS = {
-    "plain": Attending(packed=False),
-    "rotated": Attending(**ROTATED),
-    "interleaved": Attending(3, 1, 32, **ROTATED, rotary_interleaved=1),
-    "wide heads": Attending(6, 2, 128, **ROTATED),
-    "a head of keys for each": Attending(3, 3, 16),
-    "a size of no whole vector": Attending(3, 1, 20),
-    "less than a vector": Attending(4, 2, 6, packed=False),
-    "window": Attending(local_window_size=9, **ROTATED),
-    "softcap": Attending(softcap=1.5),
-    "sinks": Attending(sinks=True, **ROTATED),
-    "sinks and a window": Attending(sinks=True, local_window_size=9),
-}
 
 
 @pytest.fixture(params=ATTENTIONS)
@@ -305,11 +319,6 @@ def floats(*shape):
     return np.zeros(shape, np.float32)
 
 
-ROWS, BUFFERS, ENDS = "rows of another width", "buffers of another", "do not fit into"
-TABLES, HEADS = "tables or positions of another shape", "numbers of heads"
-UNALIGNED = np.zeros(3 * 512 * 4 + 1, np.uint8)[1:].view(np.float32)
-
-
 @pytest.mark.parametrize(
     ("name", "value", "reason"),
     [
@@ -353,9 +362,6 @@ def test_attention_that_refuses_a_pass_is_one_line():
         io.bind_output(output.name)
     with pytest.raises(ContractError, match=r"position 80 has no row.*; export the b"):
         run_bound(opened, io)
-
-
-TEXT_ROWS = 40
 
 
 class Case:
@@ -424,22 +430,6 @@ def convolution(channels, size, has_bias):
     others = [bias] if has_bias else []
     name = "CausalConvolution"
     return Case(causal_convolution, name, [rows], [weights], [state], others)
-
-
-CASES = {
-    "delta": lambda: delta_rule(3, 3, 128, 128, 2),
-    "mamba": lambda: delta_rule(4, 2, 16, 83, 1),
-    "tiny": lambda: delta_rule(2, 1, 8, 4, 2),
-    "window of 4": lambda: convolution(6144, 4, has_bias=False),
-    "window of 3": lambda: convolution(7, 3, has_bias=True),
-}
-BY_ROW = [(1, 1)] * TEXT_ROWS
-OUTCOMES = [(16, n) for n in (1, 16, 7)] + [(4, 1), (4, 4), (3, 0), (3, 3), (1, 1)]
-WAYS = {
-    "in part": [*OUTCOMES, *[(1, 1)] * 7],
-    "a wide pass first": [(20, 20), (2, 1), (19, 19)],
-    "a wide pass after kept rows": [(5, 3), (17, 17), (4, 4), (1, 1), (15, 15)],
-}
 
 
 @pytest.fixture(params=CASES)

@@ -37,6 +37,8 @@ RECIPE, INT8 = Recipe("int4", 16), Recipe("int8", 16)
 LAYER = [f"self_attn.{name}_proj" for name in "qkvo"]
 LAYER += [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
 TEXT = "def f(self):\n    return self.x\n" * 60
+ORT, OURS = "onnxruntime", "jetdraft"
+*FOUR_BITS, EIGHT_BITS, SAFE = RUNGS[ORT]
 
 
 @pytest.fixture(scope="module")
@@ -266,10 +268,6 @@ def test_a_model_with_streams_is_calibrated_as_it_is_without(tmp_path):
         for method in ("none", "stream")
     )
     assert plain == drafted
-
-
-ORT, OURS = "onnxruntime", "jetdraft"
-*FOUR_BITS, EIGHT_BITS, SAFE = RUNGS[ORT]
 
 
 class Known:

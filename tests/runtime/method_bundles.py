@@ -30,6 +30,7 @@ GLIDE = StepContract(**COMMON, reads=((0, 1, SIZE),))
 CHIMERA = StepContract(
     **COMMON, feature_input=WIDTH, carried_size=WIDTH, recent=2, draft_vocab=len(IDS)
 )
+NAME = "fake"
 
 
 def _toy(folder: Path, method: str) -> None:
@@ -120,9 +121,6 @@ class MethodBundles:
         if not bundle.exists():
             make(bundle, method)
         return bundle
-
-
-NAME = "fake"
 
 
 def pieces_of(

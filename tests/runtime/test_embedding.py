@@ -20,6 +20,21 @@ OPTIONS = {
     "token_ids": IDS, "max_new_tokens": 80, "ignore_eos": True, "temperature": 0.9,
     "seed": 3,
 }  # fmt: skip
+OTHER_IDS = np.random.default_rng(12).integers(0, 288, 20).tolist()
+HOW = {
+    "token_ids": OTHER_IDS,
+    "max_new_tokens": 30,
+    "ignore_eos": True,
+    "method": "none",
+}
+USES = {
+    "tune": lambda model, file: tune(model),
+    "measure": lambda model, file: model.measure_again(),
+    "load": lambda model, file: model.load_prefix(file),
+    "save": lambda model, file: model.save_prefix(file, OTHER_IDS),
+    "close": lambda model, file: model.close(),
+}
+"""What needs the buffers beside a generation."""
 
 
 def test_a_model_is_closed_with_its_context(bundle):
@@ -226,15 +241,6 @@ def test_a_pool_that_is_busy_says_so(bundle):
             jetdraft.Pool(bundle, size=wrong)
 
 
-OTHER_IDS = np.random.default_rng(12).integers(0, 288, 20).tolist()
-HOW = {
-    "token_ids": OTHER_IDS,
-    "max_new_tokens": 30,
-    "ignore_eos": True,
-    "method": "none",
-}
-
-
 @pytest.fixture
 def going(model):
     stream = model.stream(**HOW)
@@ -254,16 +260,6 @@ def test_a_second_generation_is_refused_and_the_first_goes_on(model, going):
     found = going.result().token_ids
     assert found == model.generate(**HOW).token_ids
     assert len(found) == 30
-
-
-USES = {
-    "tune": lambda model, file: tune(model),
-    "measure": lambda model, file: model.measure_again(),
-    "load": lambda model, file: model.load_prefix(file),
-    "save": lambda model, file: model.save_prefix(file, OTHER_IDS),
-    "close": lambda model, file: model.close(),
-}
-"""What needs the buffers beside a generation."""
 
 
 @pytest.mark.parametrize("use", USES.values(), ids=USES)

@@ -12,6 +12,18 @@ from jetdraft.runtime.text.stops import StopWatcher, Thinking, ThoughtReader
 IDS = np.random.default_rng(4).integers(0, 288, 20).tolist()
 OPTIONS = {"token_ids": IDS, "max_new_tokens": 40, "ignore_eos": True}
 METHODS = [{"method": "none"}, {"method": "draft", "num_draft_tokens": 3}]
+SAMPLED = {
+    "token_ids": IDS, "max_new_tokens": 120, "ignore_eos": True, "temperature": 1.0,
+    "seed": 3,
+}  # fmt: skip
+LETTERS = SimpleNamespace(
+    push=lambda ids: "".join(map(chr, ids)), special=lambda id: "", rest=lambda: ""
+)
+"""Text of tokens that are letters."""
+HARMONY = (
+    "<|channel|>analysis<|message|>Think.<|end|><|start|>assistant"
+    "<|channel|>final<|message|>An <answer>.<|return|>"
+)
 
 
 @pytest.fixture(params=METHODS, ids=lambda way: way["method"])
@@ -180,16 +192,6 @@ def test_an_interruption_of_a_whole_call_goes_on_to_the_caller(model, monkeypatc
     monkeypatch.undo()
 
 
-SAMPLED = {
-    "token_ids": IDS, "max_new_tokens": 120, "ignore_eos": True, "temperature": 1.0,
-    "seed": 3,
-}  # fmt: skip
-LETTERS = SimpleNamespace(
-    push=lambda ids: "".join(map(chr, ids)), special=lambda id: "", rest=lambda: ""
-)
-"""Text of tokens that are letters."""
-
-
 def shown(stop, tokens, rounds):
     ending, texts, kept = StopWatcher(LETTERS, [], stop), [], []
     for start in range(0, len(tokens), rounds):
@@ -259,12 +261,6 @@ def test_the_same_end_with_every_method(model, seed):
 def test_wrong_values_are_refused(model, wrong, words):
     with pytest.raises(OptionError, match=words):
         model.generate(token_ids=IDS, **wrong)
-
-
-HARMONY = (
-    "<|channel|>analysis<|message|>Think.<|end|><|start|>assistant"
-    "<|channel|>final<|message|>An <answer>.<|return|>"
-)
 
 
 @pytest.mark.parametrize("rounds", [1, 2, 7, 99])

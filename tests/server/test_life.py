@@ -33,6 +33,12 @@ LONG = {
 }  # fmt: skip
 ANSWERED = "POST /v1/completions 200"
 CHAT = {"model": "toy", "messages": [{"role": "user", "content": "Hello"}]}
+CLIENTS, REQUESTS = 8, 8
+PROMPTS = ("The robot sees", '{"name": "Ann"', "The cat", "A blue ball")
+RANDOM = np.random.default_rng(7)
+SYSTEM = RANDOM.integers(0, 288, 100).tolist()
+ASKED = [[*SYSTEM, *RANDOM.integers(0, 288, 9).tolist()] for _ in range(4)]
+OPTIONS = {"max_new_tokens": 12, "ignore_eos": True, "temperature": 0.9, "seed": 3}
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -272,10 +278,6 @@ def test_without_the_packages_it_says_what_to_install(toy):
     assert "pip install 'jetdraft[cpu,serve]'" in done.stderr
 
 
-CLIENTS, REQUESTS = 8, 8
-PROMPTS = ("The robot sees", '{"name": "Ann"', "The cat", "A blue ball")
-
-
 def resident(pid):
     pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
@@ -395,12 +397,6 @@ def test_whose_watchdog_it_is():
     assert seconds(WATCHDOG_PID=str(os.getpid())) == 2.0
     assert seconds(WATCHDOG_PID="1") is None
     assert seconds(WATCHDOG_USEC="x") is None
-
-
-RANDOM = np.random.default_rng(7)
-SYSTEM = RANDOM.integers(0, 288, 100).tolist()
-ASKED = [[*SYSTEM, *RANDOM.integers(0, 288, 9).tolist()] for _ in range(4)]
-OPTIONS = {"max_new_tokens": 12, "ignore_eos": True, "temperature": 0.9, "seed": 3}
 
 
 @pytest.fixture(scope="module")

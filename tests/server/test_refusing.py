@@ -28,6 +28,16 @@ GOOD = {"model": "toy", "prompt": "a", "max_tokens": 2}
 CHAT = {"model": "toy", "messages": [{"role": "user", "content": "a"}]}
 WRONG = tool({"type": "strung"}, "g")
 TOOL = {"type": "function", "function": {"name": "f"}}
+MALFORMED = (
+    "ev{il.example", 'ev"il.example', "evil^.example", "evil.example:99999",
+    "evil.example:x", "a b", "", "localhost:", "localhost:80:80", "[::1", "::1",
+    "localhost/", "localhost@evil.example", "localhost,evil.example", "loc\xe4lhost",
+)  # fmt: skip
+FOREIGN = ("evil.example", "localhost.evil.example", "[2001:db8::1]", "10.0.0.1:80")
+OWN = ("localhost", "LOCALHOST:1".lower(), "127.0.0.1:8080", "[::1]:8080", "127.0.0.9")
+BRIEF = {"model": "toy", "prompt": "a", "max_tokens": 4, "temperature": 0}
+PROPERTIES = {f"name{i}": {"type": "string"} for i in range(10_000)}
+PATTERN = {"type": "string", "pattern": "^" + "(ab|cd)?" * 50_000 + "$"}
 
 
 def call(**changes):
@@ -345,15 +355,6 @@ def test_who_can_reach_an_address():
     assert not any(is_loopback(host) for host in ("0.0.0.0", "::", "192.168.0.1", "pi"))
 
 
-MALFORMED = (
-    "ev{il.example", 'ev"il.example', "evil^.example", "evil.example:99999",
-    "evil.example:x", "a b", "", "localhost:", "localhost:80:80", "[::1", "::1",
-    "localhost/", "localhost@evil.example", "localhost,evil.example", "loc\xe4lhost",
-)  # fmt: skip
-FOREIGN = ("evil.example", "localhost.evil.example", "[2001:db8::1]", "10.0.0.1:80")
-OWN = ("localhost", "LOCALHOST:1".lower(), "127.0.0.1:8080", "[::1]:8080", "127.0.0.9")
-
-
 def ask(address, host):
     with connect(address) as line:
         named = request(GOOD).replace(b"localhost", host.encode("latin-1"))
@@ -387,11 +388,6 @@ def test_keys_that_nobody_could_send(tmp_path, key, by_environment):
     given = [] if by_environment else ["--api-key", key]
     result = CliRunner(env={**os.environ, **environment}).invoke(main, command + given)
     assert_refused(result, "the API key")
-
-
-BRIEF = {"model": "toy", "prompt": "a", "max_tokens": 4, "temperature": 0}
-PROPERTIES = {f"name{i}": {"type": "string"} for i in range(10_000)}
-PATTERN = {"type": "string", "pattern": "^" + "(ab|cd)?" * 50_000 + "$"}
 
 
 @pytest.fixture(scope="module")

@@ -27,6 +27,15 @@ from tools.texts import SIGNS, WHOLE_TEXT, TextFigures, main, text_figures
 
 recipes = partial(jetdraft, command=command)
 RECIPES = "int4-rtn-b32,int4-gptq-b32,int8-rtn-b32"
+POINTS = {
+    "small": (0.1, 100.0),
+    "beaten": (0.2, 120.0),
+    "exact": (0.01, 400.0),
+    "as good": (0.1, 100.0),
+    "middle": (0.05, 200.0),
+    "larger": (0.05, 210.0),
+}
+ENGLISH, RUSSIAN = "the self the 1 2", "да the"
 
 
 @pytest.fixture(scope="module")
@@ -194,16 +203,6 @@ def test_what_is_alone_is_not_compared():
         assert bars(Report("t", None, "x", rows)) == lines
 
 
-POINTS = {
-    "small": (0.1, 100.0),
-    "beaten": (0.2, 120.0),
-    "exact": (0.01, 400.0),
-    "as good": (0.1, 100.0),
-    "middle": (0.05, 200.0),
-    "larger": (0.05, 210.0),
-}
-
-
 @pytest.mark.parametrize(
     ("rises", "front"),
     [(False, [(0.01, 400.0), (0.05, 200.0), (0.1, 100.0)]), (True, [(0.01, 400.0)])],
@@ -250,9 +249,6 @@ def test_a_model_agrees_with_itself(bundle, model):
     assert quality.top1_agreement == 1.0
     assert quality.counted == 98 + 2
     assert model.parts.target.cache.length == 0
-
-
-ENGLISH, RUSSIAN = "the self the 1 2", "да the"
 
 
 @pytest.fixture(scope="module")

@@ -27,6 +27,11 @@ SETTINGS = {
     "diffusion": DiffusionSettings(layers=1, block_rows=3, anchors=6, hidden_size=32),
 }
 TASKS = {"dflash": DFlashTask, "diffusion": DiffusionTask}
+LINE = " ".join(random.Random(4).choices(WORDS, k=14)) + " "
+LONGER = replace(
+    QUICK, steps=250, batch_size=4, sequence_length=64, learning_rate=8e-3,
+    validate_every=250,
+)  # fmt: skip
 
 
 def prepare(target, output, text, kind, options=QUICK, **changes):
@@ -184,13 +189,6 @@ def test_the_text_or_the_target_is_the_teacher(target, text, tmp_path):
         lost = -guesses[-1].float().log_softmax(-1)
         wanted = lost[:, 9] if loss == "text" else lost.mean(-1)
         torch.testing.assert_close(sums.losses, wanted, rtol=1e-2, atol=1e-2)
-
-
-LINE = " ".join(random.Random(4).choices(WORDS, k=14)) + " "
-LONGER = replace(
-    QUICK, steps=250, batch_size=4, sequence_length=64, learning_rate=8e-3,
-    validate_every=250,
-)  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -25,6 +25,8 @@ TEMPLATE = (
 )
 USER = {"role": "user", "content": "def x"}
 REPLY = {"role": "assistant", "content": "return"}
+END = 0
+PROMPTS = [[5, 7, 9, 11, 2], [8], [30, 31, 32]]
 
 
 def read(tmp_path, *rows, end=(0,), **how):
@@ -174,16 +176,10 @@ def test_the_files_are_never_in_memory_together(tmp_path, monkeypatch):
     assert corpus.sha256 == hashlib.sha256(joined).hexdigest()
 
 
-END = 0
-
-
 @pytest.fixture(scope="module")
 def model():
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(llama_config()).eval()
-
-
-PROMPTS = [[5, 7, 9, 11, 2], [8], [30, 31, 32]]
 
 
 def test_a_text_depends_on_its_own_prompt_and_seed_alone(model):

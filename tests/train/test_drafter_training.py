@@ -54,6 +54,8 @@ SMALL = ModelSettings(layers=1, hidden_size=32)
 LONGER = replace(
     QUICK, steps=100, sequence_length=48, learning_rate=1e-2, validate_every=100
 )
+HEAD = EagleSettings(draft_vocabulary=40, unrolled=3)
+STREAMS = StreamSettings(gamma=3, layers=2, lora_rank=8, prune_rank=2)
 
 
 def prepared(target, output, text, settings=SMALL, options=QUICK):
@@ -269,9 +271,6 @@ def test_steps_and_size_are_advised_and_said(target, text, tmp_path):
     assert "\n" not in line
 
 
-HEAD = EagleSettings(draft_vocabulary=40, unrolled=3)
-
-
 def prepared_head(target, output, text, settings=HEAD, options=QUICK):
     return made(EagleTask, target, output, [text], settings, options)
 
@@ -425,9 +424,6 @@ def test_a_target_with_windows_is_refused(text, tmp_path):
     folder = save_checkpoint(tmp_path / "windows", config)
     with pytest.raises(UnsupportedModelError, match="windows"):
         made(PpdTask, str(folder), tmp_path / "out", [text])
-
-
-STREAMS = StreamSettings(gamma=3, layers=2, lora_rank=8, prune_rank=2)
 
 
 @pytest.fixture(scope="module")

@@ -17,6 +17,8 @@ from jetdraft.train.teacher import TensorCache
 from jetdraft.train.training import check_batch_size
 from tests.tiny import llama_config, save_checkpoint
 
+COEFFICIENTS = (3.4445, -4.775, 2.0315)
+
 
 def test_a_kill_between_the_last_two_steps_leaves_a_finished_training(
     tmp_path, monkeypatch
@@ -91,9 +93,6 @@ def test_a_shard_is_not_written_over_another(tmp_path, monkeypatch):
         cache.write(f"k{number}", torch.full((3, 4), float(number)))
     for number in range(2, 8):
         assert cache.read(f"k{number}")[0, 0] == number
-
-
-COEFFICIENTS = (3.4445, -4.775, 2.0315)
 
 
 def orthogonal(gradient: torch.Tensor) -> torch.Tensor:

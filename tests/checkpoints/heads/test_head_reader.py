@@ -21,6 +21,35 @@ from tests.tiny import VOCAB_SIZE
 
 CLOSE = {"rtol": 0, "atol": 2e-5}
 STEPS = 3
+FILES = ("pytorch_model.bin", "model.safetensors")
+ANCHOR = 9
+UNKNOWN = VOCAB_SIZE
+BLOCK_TAPS = (2, 3, 5)
+THETA = {"theta": 5000.0}
+DFLASH = {
+    "authors": (layouts.dflash, {}, {}),
+    "ids beside": (layouts.dflash, {"nested": False, "prefix": "model."}, {}),
+    "one layer": (layouts.dflash, {"layers": 1}, {}),
+    "speculators": (layouts.speculators_dflash, {}, THETA),
+    "speculators, all tokens": (layouts.speculators_dflash, {"cut": False}, THETA),
+    "DSpark": (layouts.dspark, {}, {}),
+    "DSpark of SpecForge": (layouts.dspark, {"kind": "nested"}, {}),
+    "DSpark of speculators": (layouts.dspark, {"kind": "speculators"}, THETA),
+}
+CAUSAL = torch.ones(BLOCK, ROWS + BLOCK, dtype=torch.bool).tril(ROWS)
+MISTAKES = {
+    "a causal block": ({"mask": CAUSAL}, None),
+    "taps off by one": ({"taps": (1, 2, 4)}, None),
+    "taps reversed": ({"taps": (5, 3, 2)}, None),
+    "a block moved": ({"shift": 1}, None),
+    "a context not normed": (
+        {}, lambda head, _: setattr(head, "hidden_norm", torch.nn.Identity())),
+    "rotations of the target": (
+        {}, lambda head, target: setattr(head.stack, "rotary", target.rotary_emb)),
+    "another mask token": (
+        {},
+        lambda head, _: setattr(head, "config", replace(head.config, mask_token=3))),
+}  # fmt: skip
 
 
 def drafted(head, states, taps):
@@ -57,9 +86,6 @@ def target_embedding(target):
 
 def target_head(target):
     return target.model.get_output_embeddings().weight.detach()
-
-
-FILES = ("pytorch_model.bin", "model.safetensors")
 
 
 @pytest.mark.parametrize("file", [*FILES, *(f"shards of {file}" for file in FILES)])
@@ -259,11 +285,6 @@ def test_hydra(target, states, tmp_path):
         torch.testing.assert_close(logits[0], wanted, **CLOSE)
 
 
-ANCHOR = 9
-UNKNOWN = VOCAB_SIZE
-BLOCK_TAPS = (2, 3, 5)
-
-
 def filled(drafter, states, known=(), taps=BLOCK_TAPS, mask=None, shift=0):
     """The logits [slots, n] of a block behind rows of the target's states."""
     block = torch.tensor([[ANCHOR, *known, *[UNKNOWN] * (BLOCK - 1 - len(known))]])
@@ -273,19 +294,6 @@ def filled(drafter, states, known=(), taps=BLOCK_TAPS, mask=None, shift=0):
         context = drafter.fuse([states.streams[tap][None] for tap in taps])
         rows = drafter(context, block, positions, masked_attention(mask))
         return drafter.logits(rows, block)[0]
-
-
-THETA = {"theta": 5000.0}
-DFLASH = {
-    "authors": (layouts.dflash, {}, {}),
-    "ids beside": (layouts.dflash, {"nested": False, "prefix": "model."}, {}),
-    "one layer": (layouts.dflash, {"layers": 1}, {}),
-    "speculators": (layouts.speculators_dflash, {}, THETA),
-    "speculators, all tokens": (layouts.speculators_dflash, {"cut": False}, THETA),
-    "DSpark": (layouts.dspark, {}, {}),
-    "DSpark of SpecForge": (layouts.dspark, {"kind": "nested"}, {}),
-    "DSpark of speculators": (layouts.dspark, {"kind": "speculators"}, THETA),
-}
 
 
 @pytest.mark.parametrize("known", [(), (4, 8)], ids=["masks", "known"])
@@ -313,22 +321,6 @@ def test_dflash(target, states, tmp_path, case, known):
     assert (drafter.ids is None) == ("d2t" not in weights)
     if drafter.ids is not None:
         assert torch.equal(drafter.ids, torch.arange(VD) + weights["d2t"])
-
-
-CAUSAL = torch.ones(BLOCK, ROWS + BLOCK, dtype=torch.bool).tril(ROWS)
-MISTAKES = {
-    "a causal block": ({"mask": CAUSAL}, None),
-    "taps off by one": ({"taps": (1, 2, 4)}, None),
-    "taps reversed": ({"taps": (5, 3, 2)}, None),
-    "a block moved": ({"shift": 1}, None),
-    "a context not normed": (
-        {}, lambda head, _: setattr(head, "hidden_norm", torch.nn.Identity())),
-    "rotations of the target": (
-        {}, lambda head, target: setattr(head.stack, "rotary", target.rotary_emb)),
-    "another mask token": (
-        {},
-        lambda head, _: setattr(head, "config", replace(head.config, mask_token=3))),
-}  # fmt: skip
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)

@@ -14,6 +14,11 @@ from jetdraft.runtime.proposers.lookup import LookupProposer
 from jetdraft.runtime.proposers.proposer import Traits
 
 WIDTHS = range(2, 17)
+CPU, FLAT = 0.235, 0.05
+"""What a row adds to a pass: on the CPU a quarter of a narrow one."""
+any_widths = pytest.mark.parametrize(
+    "widths", [range(1, 17), WIDTHS], ids=["any", "exact"]
+)
 
 
 class Named(LookupProposer):
@@ -296,10 +301,6 @@ def test_the_price_of_a_probe_is_learned():
     assert curve.passes[4] == 4.0
 
 
-CPU, FLAT = 0.235, 0.05
-"""What a row adds to a pass: on the CPU a quarter of a narrow one."""
-
-
 def simulate(
     rate_at, rounds, seed, slope=CPU, widths=range(1, 17), draft_ms=0.04, measured_ms=0
 ):
@@ -322,11 +323,6 @@ def simulate(
         tokens += accepted + 1
         spent += passes[width] + draft_ms * drafted
     return lengths, tokens / spent * passes[min(widths)]
-
-
-any_widths = pytest.mark.parametrize(
-    "widths", [range(1, 17), WIDTHS], ids=["any", "exact"]
-)
 
 
 @pytest.mark.parametrize("seed", range(2))

@@ -24,6 +24,12 @@ from tests.toy_drafter import arrays_of, choose, put_on_trial, random_arrays
 
 PROMPTS = ("The robot sees", "A man likes", "Hello", "Sue finds a", "The cat", "Go")
 DRAFTED = {"method": "draft", "num_draft_tokens": 4, "max_new_tokens": 48}
+WRONG = {
+    "another shape": {"model.embed_tokens.weight": np.ones((3, 3), np.float32)},
+    "another type": {"model.embed_tokens.weight": np.ones((384, 32), np.float16)},
+    "an unknown array": {"no such weight": np.ones((4, 4), np.float32)},
+    "not a number": {"model.embed_tokens.weight": np.full((384, 32), np.nan, "f4")},
+}
 
 
 @pytest.fixture(scope="module")
@@ -163,14 +169,6 @@ def test_a_swap_computes_the_drafters_buffers_again(toy, tmp_path):
         swapped = model.generate(prompt, **DRAFTED).stats.to_json()
     for key in ("drafted_tokens", "accepted_by_position", "rounds_by_choice"):
         assert swapped[key] == fresh[key]
-
-
-WRONG = {
-    "another shape": {"model.embed_tokens.weight": np.ones((3, 3), np.float32)},
-    "another type": {"model.embed_tokens.weight": np.ones((384, 32), np.float16)},
-    "an unknown array": {"no such weight": np.ones((4, 4), np.float32)},
-    "not a number": {"model.embed_tokens.weight": np.full((384, 32), np.nan, "f4")},
-}
 
 
 @pytest.mark.parametrize("arrays", WRONG.values(), ids=WRONG)

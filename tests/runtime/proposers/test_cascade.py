@@ -22,6 +22,10 @@ from tests.runtime.method_bundles import drafter_of
 
 PROMPT = np.random.default_rng(5).integers(0, 288, 30).tolist()
 WAYS = [Sampling(), Sampling(temperature=0.9, seed=4)]
+RIGHT, WRONG = 4, 5
+RANDOM = np.random.default_rng(11)
+IDS = RANDOM.integers(0, 288, 150).tolist()
+SAMPLINGS = [{}, {"temperature": 0.9, "seed": 3}]
 
 
 class Told(LookupProposer):
@@ -138,9 +142,6 @@ def test_a_guess_is_tried_up_to_its_first_difference():
     assert _as_trials([6], Guess([], 0.0, 0), True) == [Trial(6, None, 0, True)]
 
 
-RIGHT, WRONG = 4, 5
-
-
 def taught(own, guess, evidence=2, rounds=30):
     """After rounds of one token, in which both or either were right."""
     trust, context = Trust(), [1]
@@ -209,11 +210,6 @@ def test_another_text_is_not_compared(gone):
             trust.begin()
         trust.learn([1, 3, RIGHT] if gone == "withdrawn tokens" else [1, 2, RIGHT])
     assert trust.prefers(4)
-
-
-RANDOM = np.random.default_rng(11)
-IDS = RANDOM.integers(0, 288, 150).tolist()
-SAMPLINGS = [{}, {"temperature": 0.9, "seed": 3}]
 
 
 class Recorder(Proposer):

@@ -28,6 +28,10 @@ from tests.toy_graphs import resized
 
 PROMPT = np.random.default_rng(8).integers(0, 288, 20)
 SAMPLINGS = [Sampling(), Sampling(0.8, seed=1), Sampling(1.2, seed=3, top_k=40)]
+CONTEXT = np.random.default_rng(2).integers(0, 288, 30).tolist()
+READ = np.random.default_rng(6).integers(0, 288, 24).tolist()
+HOW = {"token_ids": READ, "max_new_tokens": 60, "ignore_eos": True}
+PROMPTS = [np.random.default_rng(seed).integers(0, 288, 20) for seed in range(3)]
 
 
 @pytest.fixture(scope="module")
@@ -199,9 +203,6 @@ def test_a_tree_of_several_passes_fits_into_a_narrow_mask(tmp_path, tree):
     assert sum(drafted.from_draft) > 0
 
 
-CONTEXT = np.random.default_rng(2).integers(0, 288, 30).tolist()
-
-
 @pytest.fixture
 def drafter(model):
     proposer = drafter_of(model.parts.drafter)
@@ -260,10 +261,6 @@ def test_one_target_pass_per_round_and_one_drafter_pass_per_token(model, drafter
     before = model.parts.drafter.passes
     drafter.propose([*CONTEXT, 5], 3)
     assert model.parts.drafter.passes - before == 3
-
-
-READ = np.random.default_rng(6).integers(0, 288, 24).tolist()
-HOW = {"token_ids": READ, "max_new_tokens": 60, "ignore_eos": True}
 
 
 def sure(probability, hidden=None):
@@ -367,9 +364,6 @@ def test_a_head_of_another_bundle_is_refused(tmp_path):
     ):
         with pytest.raises(StoreError, match=words):
             AcceptanceHead.load(path, bundle, size)
-
-
-PROMPTS = [np.random.default_rng(seed).integers(0, 288, 20) for seed in range(3)]
 
 
 def test_what_is_watched_are_the_compared_tokens(model):

@@ -13,6 +13,9 @@ from jetdraft.runtime.proposers.lookup import (
 )
 from jetdraft.runtime.sampling.chooser import Chooser, Sampling
 
+CHOOSER = Chooser(Sampling())
+REQUEST, RESPONSE = list(range(20)), list(range(50, 70))
+
 
 def draft(context, budget=3, **options):
     rows = LookupProposer(**options).propose(context, budget)
@@ -144,9 +147,6 @@ def test_steps_through_another_text_keep_the_longest_match(seed):
         assert place[1] == max(sizes, default=0)
 
 
-CHOOSER = Chooser(Sampling())
-
-
 @pytest.fixture
 def similarity(tmp_path):
     table = np.random.default_rng(0).normal(size=(200, 16))
@@ -171,9 +171,6 @@ def decode(proposer, prompt, output, budget=4):
         context += left[: right + 1]
         rounds += 1
     return rounds
-
-
-REQUEST, RESPONSE = list(range(20)), list(range(50, 70))
 
 
 @pytest.mark.parametrize(

@@ -23,18 +23,6 @@ from jetdraft.runtime.proposers.drafter_methods import DraftOptions
 from jetdraft.runtime.sampling.verifiers import VERIFIERS
 from tests.programs import refused_option
 
-
-@dataclass(frozen=True)
-class EveryType(MethodOptions):
-    count: int = 1
-    share: float = 0.5
-    eager: bool = False
-    file: Path | None = None
-    levels: tuple[int, ...] | None = None
-    threshold: float | str | None = None
-    name: str = ""
-
-
 NOTES = Path("notes.npz")
 READ = {
     "count": [("3", 3), (3, 3), ("-2", -2)],
@@ -56,6 +44,54 @@ MISREAD = {
     ("name", "a text"): [5],
     ("verifier", "a text"): [5],
 }
+IDS = np.random.default_rng(1).integers(0, 288, 30)
+DRAFT = {"method": "draft", "token_ids": IDS}
+PRUNED = StreamOptions(prune_threshold=0.05)
+KARY = {"tree": "k-ary", "branching": [2, 2]}
+CONTRADICTIONS = [
+    ({"tree": "oak"}, "unknown tree"),
+    ({"siblings": "twins"}, "unknown siblings"),
+    ({"verifier": "judge"}, "unknown verifier"),
+    ({"tree": "k-ary"}, "go together"),
+    ({"branching": [2]}, "go together"),
+    ({"tree": "static"}, "go together"),
+    ({"tree_parents": [0]}, "go together"),
+    ({"tree": "static", "tree_parents": [0, 2]}, "before"),
+    ({**KARY, "branching": [4, 4]}, "wider than a pass"),
+    ({**KARY, "branching": [0]}, "1 or more"),
+    ({"siblings": "with-replacement"}, "1,1,1"),
+    ({"tree": "rerank", "siblings": "with-replacement"}, "cannot have"),
+    ({**KARY, "verifier": "typical"}, "neither the text .*no-exact"),
+    ({"verifier": "tolerant"}, "neither the text .*no-exact"),
+    ({"top": 2}, "'walk' has no top; leave it out, or give verifier=tolerant"),
+    ({**KARY, "verifier": "recursive"}, "but not the text .*no-exact"),
+    ({"tree": "static", "tree_parents": []}, "no rows"),
+]
+FOR_SOME = [
+    ("draft", {**KARY, "verifier": "recursive"}, "for coupled"),
+    ("draft", {"verifier": "rejection"}, "for coupled"),
+    ("draft", {"tree": "heap", "verifier": "rejection"}, "one child per row"),
+    ("none", {"verifier": "k-seq"}, "has no meaning"),
+    ("lookup", {"verifier": "k-seq"}, "for deterministic"),
+]
+TREES = [
+    *({"tree": t} for t in ("best", "heap", "threshold", "rerank", "comb", "merged")),
+    {"tree": "heap", "siblings": "without-replacement"},
+    {"tree": "k-ary", "branching": [2, 2], "siblings": "top-and-one"},
+    {"tree": "static", "tree_parents": [0, 0, 1, 2]},
+]
+WIDE = {"tree": "best", "siblings": "deterministic"}
+
+
+@dataclass(frozen=True)
+class EveryType(MethodOptions):
+    count: int = 1
+    share: float = 0.5
+    eager: bool = False
+    file: Path | None = None
+    levels: tuple[int, ...] | None = None
+    threshold: float | str | None = None
+    name: str = ""
 
 
 @pytest.mark.parametrize(
@@ -205,40 +241,6 @@ def test_auto_leaves_out_who_wants_to_be_left_out(model):
             assert ("same" in names) == eager
 
 
-IDS = np.random.default_rng(1).integers(0, 288, 30)
-DRAFT = {"method": "draft", "token_ids": IDS}
-PRUNED = StreamOptions(prune_threshold=0.05)
-KARY = {"tree": "k-ary", "branching": [2, 2]}
-
-
-CONTRADICTIONS = [
-    ({"tree": "oak"}, "unknown tree"),
-    ({"siblings": "twins"}, "unknown siblings"),
-    ({"verifier": "judge"}, "unknown verifier"),
-    ({"tree": "k-ary"}, "go together"),
-    ({"branching": [2]}, "go together"),
-    ({"tree": "static"}, "go together"),
-    ({"tree_parents": [0]}, "go together"),
-    ({"tree": "static", "tree_parents": [0, 2]}, "before"),
-    ({**KARY, "branching": [4, 4]}, "wider than a pass"),
-    ({**KARY, "branching": [0]}, "1 or more"),
-    ({"siblings": "with-replacement"}, "1,1,1"),
-    ({"tree": "rerank", "siblings": "with-replacement"}, "cannot have"),
-    ({**KARY, "verifier": "typical"}, "neither the text .*no-exact"),
-    ({"verifier": "tolerant"}, "neither the text .*no-exact"),
-    ({"top": 2}, "'walk' has no top; leave it out, or give verifier=tolerant"),
-    ({**KARY, "verifier": "recursive"}, "but not the text .*no-exact"),
-    ({"tree": "static", "tree_parents": []}, "no rows"),
-]
-FOR_SOME = [
-    ("draft", {**KARY, "verifier": "recursive"}, "for coupled"),
-    ("draft", {"verifier": "rejection"}, "for coupled"),
-    ("draft", {"tree": "heap", "verifier": "rejection"}, "one child per row"),
-    ("none", {"verifier": "k-seq"}, "has no meaning"),
-    ("lookup", {"verifier": "k-seq"}, "for deterministic"),
-]
-
-
 @pytest.mark.parametrize(
     ("options", "field", "words"),
     [
@@ -328,15 +330,6 @@ def test_a_tree_wider_than_the_passes_of_a_bundle(model, monkeypatch):
     words = "has 6 rows, a pass of this bundle holds 3 beside the root"
     with refused_option(words):
         model.stream(**DRAFT, drafting=KARY)
-
-
-TREES = [
-    *({"tree": t} for t in ("best", "heap", "threshold", "rerank", "comb", "merged")),
-    {"tree": "heap", "siblings": "without-replacement"},
-    {"tree": "k-ary", "branching": [2, 2], "siblings": "top-and-one"},
-    {"tree": "static", "tree_parents": [0, 0, 1, 2]},
-]
-WIDE = {"tree": "best", "siblings": "deterministic"}
 
 
 @pytest.mark.parametrize(

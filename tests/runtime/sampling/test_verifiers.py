@@ -26,6 +26,11 @@ EXACT = [
     *[("k-seq", Kind.REPLACED, k) for k in (1, 2, 3)],
     *[("greedy-plus-one", Kind.TOP_AND_ONE, k) for k in (1, 2, 3)],
 ]
+CHAIN, TREE = Rows.chain([5, 6, 7, 8]), Rows([5, 6, 7, 8], [-1, 0, 0, 2])
+BINS = 64
+LIMIT_63 = 117.0  # chi-square, 63 degrees of freedom, p = 1e-4, rounded up
+POSITIONS = np.arange(400)[:, None]
+IDS = np.arange(1000)[None, :]
 
 
 def pairs(count=10):
@@ -250,9 +255,6 @@ def test_chain_parents_and_depths():
     assert rows.drafted == 2
 
 
-CHAIN, TREE = Rows.chain([5, 6, 7, 8]), Rows([5, 6, 7, 8], [-1, 0, 0, 2])
-
-
 @pytest.mark.parametrize(
     ("rows", "chosen", "path"),
     [
@@ -308,12 +310,6 @@ def test_depth_first_keeps_the_tree_and_the_order_of_siblings():
 def test_what_is_no_tree_is_refused(tokens, parents):
     with pytest.raises(OptionError):
         Rows(tokens, parents).check()
-
-
-BINS = 64
-LIMIT_63 = 117.0  # chi-square, 63 degrees of freedom, p = 1e-4, rounded up
-POSITIONS = np.arange(400)[:, None]
-IDS = np.arange(1000)[None, :]
 
 
 def uniforms(seed, positions, ids):

@@ -18,6 +18,9 @@ from jetdraft.runtime.speech.sound import (
 from tests import whispers
 from tests.programs import refused_option
 
+T = 100
+"""The id of the timestamp 0.00."""
+
 
 @pytest.mark.parametrize("longer", [False, True])
 @pytest.mark.parametrize("width", [1, 2, 3, 4])
@@ -234,10 +237,6 @@ def test_the_spectrum_of_transformers(bins, seconds):
 
 def test_silence_has_no_spectrum():
     assert np.ptp(log_mel(np.zeros(1600, np.float32), 80, 100)) == 0
-
-
-T = 100
-"""The id of the timestamp 0.00."""
 
 
 @pytest.mark.parametrize(

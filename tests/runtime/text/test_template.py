@@ -46,29 +46,6 @@ CHATS = {
     "documents": ([ASKED], {"documents": [{"title": "t", "text": "x"}]}),
     "refused": ([SAID, SAID], {}),
 }
-
-
-def transformers_prompt(source, tokens, chat):
-    """What transformers makes of a chat; None if the template refuses it."""
-    messages, variables = CHATS[chat]
-    # `apply_chat_template` drops the null fields before it calls this.
-    plain = [{k: v for k, v in m.items() if v is not None} for m in messages]
-    how = {"add_generation_prompt": True, **tokens, **variables}
-    try:
-        [prompt], _ = render_jinja_template([plain], chat_template=source, **how)
-    except Exception:
-        return None
-    return prompt
-
-
-def own_prompt(source, tokens, chat):
-    messages, variables = CHATS[chat]
-    try:
-        return ChatTemplate(source, tokens).render(messages, **variables)
-    except OptionError:
-        return None
-
-
 TEMPLATES = {
     "tokens": "{{ bos_token }}|{{ eos_token }}|{{ pad_token }}|{{ unk_token }}",
     "none": "{{ tools is not none }}{{ documents == none }}{{ tools is defined }}",
@@ -120,6 +97,28 @@ TEMPLATES = {
     ),
     "date": "{{ strftime_now('%d %b %Y %Z') }}",
 }
+GROWING = "{% set ns = namespace(v=X) %}{% for i in range(99) %}STEP{% endfor %}"
+
+
+def transformers_prompt(source, tokens, chat):
+    """What transformers makes of a chat; None if the template refuses it."""
+    messages, variables = CHATS[chat]
+    # `apply_chat_template` drops the null fields before it calls this.
+    plain = [{k: v for k, v in m.items() if v is not None} for m in messages]
+    how = {"add_generation_prompt": True, **tokens, **variables}
+    try:
+        [prompt], _ = render_jinja_template([plain], chat_template=source, **how)
+    except Exception:
+        return None
+    return prompt
+
+
+def own_prompt(source, tokens, chat):
+    messages, variables = CHATS[chat]
+    try:
+        return ChatTemplate(source, tokens).render(messages, **variables)
+    except OptionError:
+        return None
 
 
 @pytest.mark.parametrize("chat", CHATS)
@@ -194,9 +193,6 @@ def test_an_empty_list_of_calls_is_no_call():
     )
     said = {"role": "assistant", "content": "a", "tool_calls": []}
     assert ChatTemplate(counting, {}).render([said]) == "a"
-
-
-GROWING = "{% set ns = namespace(v=X) %}{% for i in range(99) %}STEP{% endfor %}"
 
 
 def growing(start, step):

@@ -42,6 +42,8 @@ REFUSED = {
 
 
 TOO_MUCH = r"cannot be followed .*too much time"
+# Half a second of computing, to be read while others have the processor.
+WIDE = "|".join(f"[a-f]{{2}}{i}" for i in range(20_000))
 
 
 @pytest.fixture
@@ -168,10 +170,6 @@ def test_a_worker_that_stops_is_given_up(model, monkeypatch):
     refused = pytest.raises(ConstraintError, match=TOO_MUCH)
     with stopped(text), at_most(1), refused:
         stream.result()
-
-
-# Half a second of computing, to be read while others have the processor.
-WIDE = "|".join(f"[a-f]{{2}}{i}" for i in range(20_000))
 
 
 def computed(process):

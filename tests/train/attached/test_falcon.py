@@ -9,6 +9,9 @@ from tests.train.attached.conftest import LONG, in_floats, random_head
 from tests.train.periodic import PERIOD, QUICK, made
 
 METHOD, LAYERS = "falcon", 2
+TEXT = np.random.default_rng(6).integers(1, 288, 34).tolist()
+READ, AGAIN = 20, 23
+"""Rows of the target that a drafter sees at first, and after an accepted draft."""
 
 
 def test_short_prompts_are_drafted_for_later(model):
@@ -19,11 +22,6 @@ def test_short_prompts_are_drafted_for_later(model):
         made = model.generate(token_ids=prompt, **how)
         assert made.token_ids == text
         assert made.stats.drafted_tokens > 10
-
-
-TEXT = np.random.default_rng(6).integers(1, 288, 34).tolist()
-READ, AGAIN = 20, 23
-"""Rows of the target that a drafter sees at first, and after an accepted draft."""
 
 
 @pytest.fixture(scope="module", params=[2, 3])

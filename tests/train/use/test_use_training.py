@@ -46,6 +46,20 @@ from tests.toy_drafter import save_drafter
 from tests.train.periodic import PERIOD, made, nothing, write_periodic
 
 TEXT = torch.arange(1, 65)
+QUICK = TrainingOptions(steps=12, batch_size=2, sequence_length=48, validate_every=12)
+LAYERS = 4
+SETTINGS = EagleSettings(draft_vocabulary=40)
+# Online Speculative Decoding (2310.07177) reports that acceptance rises by 0.1 to 0.65.
+ROUNDS = 2500
+"""The rounds after the shift in which acceptance must be back."""
+DRAFTED = {
+    "method": "draft", "num_draft_tokens": 4, "max_new_tokens": 48, "temperature": 0.0,
+    "ignore_eos": True,
+}  # fmt: skip
+SENSORS = ("battery", "temperature", "pressure", "speed", "distance", "light")
+ASKED = ("What is the {}?", "Tell me the {}.", "How is the {}?", "Read the {} sensor.")
+WHO = ("The robot", "A robot", "The red robot", "The small robot", "A man", "The cat")
+DOES = ("sees", "moves", "finds", "takes", "follows", "likes")
 
 
 @pytest.fixture(scope="module")
@@ -296,11 +310,6 @@ def test_idle_priority():
     assert python(code) == "19 True\n"
 
 
-QUICK = TrainingOptions(steps=12, batch_size=2, sequence_length=48, validate_every=12)
-LAYERS = 4
-SETTINGS = EagleSettings(draft_vocabulary=40)
-
-
 @pytest.fixture(scope="module")
 def world(target, tmp_path_factory):
     folder = tmp_path_factory.mktemp("world")
@@ -371,21 +380,6 @@ def test_what_it_needs(world, target):
     graphs = {name: graph for name, graph in bundle.graphs.items() if name == "target"}
     with pytest.raises(OptionError, match="only a drafter model, or a head"):
         load_student(replace(bundle, graphs=graphs))
-
-
-# Online Speculative Decoding (2310.07177) reports that acceptance rises by 0.1 to 0.65.
-
-ROUNDS = 2500
-"""The rounds after the shift in which acceptance must be back."""
-
-DRAFTED = {
-    "method": "draft", "num_draft_tokens": 4, "max_new_tokens": 48, "temperature": 0.0,
-    "ignore_eos": True,
-}  # fmt: skip
-SENSORS = ("battery", "temperature", "pressure", "speed", "distance", "light")
-ASKED = ("What is the {}?", "Tell me the {}.", "How is the {}?", "Read the {} sensor.")
-WHO = ("The robot", "A robot", "The red robot", "The small robot", "A man", "The cat")
-DOES = ("sees", "moves", "finds", "takes", "follows", "likes")
 
 
 class Traffic:
