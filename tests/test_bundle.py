@@ -19,7 +19,7 @@ from jetdraft.manifest import MANIFEST, SCHEMA_VERSION, GraphEntry, Halves
 from jetdraft.parsing import read_record
 from jetdraft.staging import writing
 from jetdraft.testing import toy_bundle
-from tests import manifests
+from tests import cases, manifests
 from tests.kills import CONTRACT, content, fill, make
 from tests.manifests import edit
 from tests.programs import ROOT, printed, python
@@ -129,53 +129,51 @@ TARGET_ENTRY = ("graphs", "target")
 CONTRACT_OF_TARGET = (*TARGET_ENTRY, "contract")
 
 
-@pytest.mark.parametrize(
-    ("damage", "said"),
-    [
-        (shutil.rmtree, "no bundle at .*make one with"),
-        (in_place_of_the_folder, "no bundle at"),
-        (lambda bundle: (bundle / MANIFEST).unlink(), "has no bundle.json"),
-        (lambda bundle: (bundle / "drafter.onnx.data").unlink(), "onnx.data is miss"),
-        (cut, "has 39 bytes instead of 40"),
-        (alter, "was altered"),
-        (edited, r"bundle.json was altered"),
-        (changed("schema_version", to=99), "schema 99.*update jetdraft"),
-        *(
-            (changed("schema_version", to=n), f"schema {n}.*export the bundle again")
-            for n in (0, OLDER)
-        ),
-        *(
-            (with_manifest(text), "is damaged; export or copy the bundle again")
-            for text in NOT_JSON
-        ),
-        *(
-            (changed(field), f"is malformed.*{field} is missing")
-            for field in ("graphs", "eos_token_ids", "provider", "tools")
-        ),
-        (changed(*CONTRACT_OF_TARGET, "capacity"), "target.contract.capacity is miss"),
-        (outside, "malformed"),
-        *(
-            (changed(field, to=value), "malformed")
-            for field, values in WRONG_VALUES.items()
-            for value in values
-        ),
-        *(
-            (changed(*route, to=value), f"malformed.*{words}")
-            for route, value, words in [
-                ((*CONTRACT_OF_TARGET, "max_width"), 0, "max_width must be 1 to"),
-                ((*CONTRACT_OF_TARGET, "max_width"), -2, "max_width must be 1 to"),
-                ((*CONTRACT_OF_TARGET, "capacity"), 2**40, "capacity must be 1 to"),
-                ((*CONTRACT_OF_TARGET, "dtype"), "float3a", "dtype must be one of fl"),
-                ((*CONTRACT_OF_TARGET, "kv_shapes"), [[2, -16]], r"\[0\]\[1\] must"),
-                ((*TARGET_ENTRY, "streams"), 5, "streams must be an object"),
-                ((*TARGET_ENTRY, "quantization"), {"raised": 5}, "must be a list"),
-                (("eos_token_ids",), [-1], r"eos_token_ids\[0\] must be 0 to"),
-                (("eos_token_ids",), [2**32], r"eos_token_ids\[0\] must be 0 to"),
-                (("files", "target.onnx", "bytes"), 1.5, "must be an integer, not 1.5"),
-                (("provider",), "../../x", "provider must be a provider's name"),
-            ]
-        ),
-    ],
+@cases(
+    "damage, said",
+    (shutil.rmtree, "no bundle at .*make one with"),
+    (in_place_of_the_folder, "no bundle at"),
+    (lambda bundle: (bundle / MANIFEST).unlink(), "has no bundle.json"),
+    (lambda bundle: (bundle / "drafter.onnx.data").unlink(), "onnx.data is miss"),
+    (cut, "has 39 bytes instead of 40"),
+    (alter, "was altered"),
+    (edited, r"bundle.json was altered"),
+    (changed("schema_version", to=99), "schema 99.*update jetdraft"),
+    *(
+        (changed("schema_version", to=n), f"schema {n}.*export the bundle again")
+        for n in (0, OLDER)
+    ),
+    *(
+        (with_manifest(text), "is damaged; export or copy the bundle again")
+        for text in NOT_JSON
+    ),
+    *(
+        (changed(field), f"is malformed.*{field} is missing")
+        for field in ("graphs", "eos_token_ids", "provider", "tools")
+    ),
+    (changed(*CONTRACT_OF_TARGET, "capacity"), "target.contract.capacity is miss"),
+    (outside, "malformed"),
+    *(
+        (changed(field, to=value), "malformed")
+        for field, values in WRONG_VALUES.items()
+        for value in values
+    ),
+    *(
+        (changed(*route, to=value), f"malformed.*{words}")
+        for route, value, words in [
+            ((*CONTRACT_OF_TARGET, "max_width"), 0, "max_width must be 1 to"),
+            ((*CONTRACT_OF_TARGET, "max_width"), -2, "max_width must be 1 to"),
+            ((*CONTRACT_OF_TARGET, "capacity"), 2**40, "capacity must be 1 to"),
+            ((*CONTRACT_OF_TARGET, "dtype"), "float3a", "dtype must be one of fl"),
+            ((*CONTRACT_OF_TARGET, "kv_shapes"), [[2, -16]], r"\[0\]\[1\] must"),
+            ((*TARGET_ENTRY, "streams"), 5, "streams must be an object"),
+            ((*TARGET_ENTRY, "quantization"), {"raised": 5}, "must be a list"),
+            (("eos_token_ids",), [-1], r"eos_token_ids\[0\] must be 0 to"),
+            (("eos_token_ids",), [2**32], r"eos_token_ids\[0\] must be 0 to"),
+            (("files", "target.onnx", "bytes"), 1.5, "must be an integer, not 1.5"),
+            (("provider",), "../../x", "provider must be a provider's name"),
+        ]
+    ),
 )
 def test_what_is_damaged_is_refused_and_named(small, damage, said):
     damage(small)
@@ -247,13 +245,11 @@ def test_a_head_and_its_vocabulary_survive_the_bundle(tmp_path):
     assert opened.draft_vocabulary("target") is None
 
 
-@pytest.mark.parametrize(
+@cases(
     "ids",
-    [
-        *(IDS[:-1], IDS + 1, IDS - 2, IDS.astype(np.int32), IDS.astype(np.float64)),
-        *(np.array([*IDS[:-1], IDS[0]]), IDS[None], np.array(3)),
-        *(b"not an array", b"", zipped(IDS)),
-    ],
+    *(IDS[:-1], IDS + 1, IDS - 2, IDS.astype(np.int32), IDS.astype(np.float64)),
+    *(np.array([*IDS[:-1], IDS[0]]), IDS[None], np.array(3)),
+    *(b"not an array", b"", zipped(IDS)),
     ids=lambda ids: repr(ids)[:20],
 )
 def test_a_vocabulary_that_does_not_fit_is_refused(tmp_path, ids):

@@ -12,6 +12,7 @@ from jetdraft.contracts.step_contract import SplitContract, StepContract
 from jetdraft.contracts.tensors import TensorSpec, check_tensors
 from jetdraft.errors import ContractError
 from jetdraft.parsing import RecordError, read_record
+from tests import cases
 from tests.toy_graphs import GUESSES, IDS, STEP, VOCABULARY, write_graph
 from tests.toy_graphs import HEAD_CONTRACT as HEAD
 
@@ -100,18 +101,13 @@ def test_spare_slots_widen_the_buffers():
     assert spared.buffers("past")[0].shape[2] == CONTRACT.capacity + 1
 
 
-@pytest.mark.parametrize(
-    ("sizes", "fact"),
-    [
-        ({"feature_size": 4, "feature_input": 4}, "both an input and an output"),
-        ({"carried_size": 4}, "need features as an input"),
-        (
-            {"guesses": 3, "kv_shapes": []},
-            "guesses need features as an input, or buffers",
-        ),
-        ({"guesses": 3}, "0 spare slots do not hold a block of 3"),
-        ({"draft_vocab": 101}, "101 tokens is not a part of 100"),
-    ],
+@cases(
+    "sizes, fact",
+    ({"feature_size": 4, "feature_input": 4}, "both an input and an output"),
+    ({"carried_size": 4}, "need features as an input"),
+    ({"guesses": 3, "kv_shapes": []}, "guesses need features as an input, or buffers"),
+    ({"guesses": 3}, "0 spare slots do not hold a block of 3"),
+    ({"draft_vocab": 101}, "101 tokens is not a part of 100"),
 )
 def test_sizes_that_contradict_each_other_are_refused(sizes, fact):
     with pytest.raises(ContractError, match=f"{fact}; export the bundle again"):
@@ -237,15 +233,13 @@ def test_refuses_a_missing_and_an_undeclared_tensor():
         check_tensors(CONTRACT.inputs[:-1], reported(CONTRACT.inputs), "the inputs")
 
 
-@pytest.mark.parametrize(
-    ("number", "field", "wrong", "said"),
-    [
-        (5, "type", "tensor(float)", r"'past_key.0' is .*, declared float16"),
-        (5, "shape", [1, 2, 33, 16], r"'past_key.0' is .*, declared float16"),
-        (5, "shape", [1, 2, 32], r"'past_key.0' is .*, declared float16"),
-        (5, "shape", [1, 2, "capacity", 16], r"'past_key.0' is .*, declared float16"),
-        (0, "shape", [1, 7], "'input_ids'"),  # the axis of rows must not be fixed
-    ],
+@cases(
+    "number, field, wrong, said",
+    (5, "type", "tensor(float)", r"'past_key.0' is .*, declared float16"),
+    (5, "shape", [1, 2, 33, 16], r"'past_key.0' is .*, declared float16"),
+    (5, "shape", [1, 2, 32], r"'past_key.0' is .*, declared float16"),
+    (5, "shape", [1, 2, "capacity", 16], r"'past_key.0' is .*, declared float16"),
+    (0, "shape", [1, 7], "'input_ids'"),  # the axis of rows must not be fixed
 )
 def test_refuses_another_type_or_shape(number, field, wrong, said):
     tensors = reported(CONTRACT.inputs)

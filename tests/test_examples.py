@@ -19,6 +19,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 import jetdraft
 from jetdraft.runtime.sampling.chooser import Chooser
 from jetdraft.server.http_server import END_SECONDS
+from tests import cases
 from tests.programs import ended, module_of, printed
 from tests.server.serving import serving
 
@@ -149,13 +150,11 @@ def test_an_agent_calls_the_tools_that_there_are(toy, agent, capsys):
     assert first.endswith('{"sensor": "battery"}} -> {"battery": 81}')
 
 
-@pytest.mark.parametrize(
-    ("call", "found"),
-    [
-        ({"name": "add", "arguments": {"a": 3, "b": 4}}, {"sum": 7}),
-        ({"name": "read_sensor", "arguments": {"sensor": "light"}}, {"light": 41}),
-        ({"name": "clock", "arguments": {}}, None),
-    ],
+@cases(
+    "call, found",
+    ({"name": "add", "arguments": {"a": 3, "b": 4}}, {"sum": 7}),
+    ({"name": "read_sensor", "arguments": {"sensor": "light"}}, {"light": 41}),
+    ({"name": "clock", "arguments": {}}, None),
 )
 def test_the_tools_of_the_agent_work(agent, call, found):
     jsonschema.validate(call, agent.CALL)
@@ -336,17 +335,15 @@ def test_a_prompt_has_a_line_for_each_function(public):
     assert (case.called, case.offered) == ("paint", {"paint", "ask"})
 
 
-@pytest.mark.parametrize(
-    ("possible", "arguments"),
-    [
-        ({"city": ["Rome"], "day": ["", "Monday"]}, {"city": "Rome"}),
-        ({"city": ["Rome"], "day": ["Monday"]}, {"city": "Rome", "day": "Monday"}),
-        ({"city": ["", "Rome"]}, {"city": "Rome"}),
-        ({"city": [""]}, {"city": ""}),
-        ({"city": []}, None),
-        ({"day": ["Monday"]}, None),
-        ({"city": ["Rome"], "hour": [1]}, None),
-    ],
+@cases(
+    "possible, arguments",
+    ({"city": ["Rome"], "day": ["", "Monday"]}, {"city": "Rome"}),
+    ({"city": ["Rome"], "day": ["Monday"]}, {"city": "Rome", "day": "Monday"}),
+    ({"city": ["", "Rome"]}, {"city": "Rome"}),
+    ({"city": [""]}, {"city": ""}),
+    ({"city": []}, None),
+    ({"day": ["Monday"]}, None),
+    ({"city": ["Rome"], "hour": [1]}, None),
 )
 def test_a_call_has_what_it_must_have(public, possible, arguments):
     schema = function("ask", day={"type": "string"})["parameters"]

@@ -26,6 +26,7 @@ from jetdraft.train.blocks import Blocks
 from jetdraft.train.data import Batch
 from jetdraft.train.prompts import prompt_logits
 from jetdraft.train.teacher import load_target
+from tests import cases
 from tests.tiny import llama_config, save_checkpoint, save_prompts
 
 TASK = {
@@ -101,31 +102,27 @@ def test_never_slower_measures_three_workloads(measured, monkeypatch):
     assert report["repeated"]["again"][-1]["way"] == "recall"
 
 
-@pytest.mark.parametrize(
-    ("one", "other", "score"),
-    [
-        ([1, 2, 3], [1, 2, 3], 1.0),
-        ([1, 2, 3, 4], [1, 3, 4, 9], 0.75),
-        ([3, 2, 1], [1, 2, 3], 1 / 3),
-        ([1, 2], [1, 2, 3, 4], 4 / 6),
-        ([], [1], 0.0),
-        ([], [], 1.0),
-    ],
+@cases(
+    "one, other, score",
+    ([1, 2, 3], [1, 2, 3], 1.0),
+    ([1, 2, 3, 4], [1, 3, 4, 9], 0.75),
+    ([3, 2, 1], [1, 2, 3], 1 / 3),
+    ([1, 2], [1, 2, 3, 4], 4 / 6),
+    ([], [1], 0.0),
+    ([], [], 1.0),
 )
 def test_rouge_l_is_the_f1_of_the_longest_common_subsequence(one, other, score):
     assert rouge_l(one, other) == pytest.approx(score)
     assert rouge_l(other, one) == pytest.approx(score)
 
 
-@pytest.mark.parametrize(
-    ("answer", "solved"),
-    [
-        ("Here:\n```python\ndef double(x):\n    return 2 * x\n```\nDone.", True),
-        ("def double(x):\n    return 2 * x", True),
-        ("def double(x):\n    return x", False),
-        ("raise SystemExit(0)", False),
-        ("no code", False),
-    ],
+@cases(
+    "answer, solved",
+    ("Here:\n```python\ndef double(x):\n    return 2 * x\n```\nDone.", True),
+    ("def double(x):\n    return 2 * x", True),
+    ("def double(x):\n    return x", False),
+    ("raise SystemExit(0)", False),
+    ("no code", False),
 )
 def test_an_answer_is_solved_if_all_tests_ran_and_passed(answer, solved):
     assert solves(TASK, answer) is solved
@@ -188,12 +185,10 @@ def enlarged(small: Path, large: Path, *options: object) -> Path:
     return large
 
 
-@pytest.mark.parametrize(
+@cases(
     "settings",
-    [
-        PromptSettings(gamma=2, members=2, ranks=((0.5,), (0.25,))),
-        PromptSettings(gamma=2, prefix=5, mode=FORECAST),
-    ],
+    PromptSettings(gamma=2, members=2, ranks=((0.5,), (0.25,))),
+    PromptSettings(gamma=2, prefix=5, mode=FORECAST),
     ids=["prompt tokens", "forecasts"],
 )
 def test_enlarged_probes_say_the_same(settings, tmp_path):

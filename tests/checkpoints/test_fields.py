@@ -35,7 +35,7 @@ from jetdraft.checkpoints.gguf_fields import MODEL_FIELDS as GGUF_MODEL
 from jetdraft.checkpoints.model_reader import load_tokenizer
 from jetdraft.errors import CheckpointError, UnsupportedModelError
 from jetdraft.server.generation_request import GenerationRequest
-from tests import manifests
+from tests import cases, manifests
 from tests.documents import ROOT
 from tests.ggufs import adding, write_gguf
 from tests.programs import jetdraft as command
@@ -316,18 +316,16 @@ def test_the_page_has_the_settings_of_every_tokenizer():
         assert f"`{name}`" in PAGE.read_text(), name
 
 
-@pytest.mark.parametrize(
-    ("field", "said"),
-    [
-        ({"split_special_tokens": True}, "split_special_tokens True: "),
-        ({"clean_up_tokenization_spaces": True}, None),
-        (
-            {"clean_up_tokenization_spaces": True, _FOR_BPE: True},
-            "clean_up_tokenization_spaces True: ",
-        ),
-        ({"eos_token": "self"}, "eos_token self: "),
-        ({}, None),
-    ],
+@cases(
+    "field, said",
+    ({"split_special_tokens": True}, "split_special_tokens True: "),
+    ({"clean_up_tokenization_spaces": True}, None),
+    (
+        {"clean_up_tokenization_spaces": True, _FOR_BPE: True},
+        "clean_up_tokenization_spaces True: ",
+    ),
+    ({"eos_token": "self"}, "eos_token self: "),
+    ({}, None),
 )
 def test_settings_that_no_tokenizer_json_has_are_warned_of(tmp_path, field, said):
     save_checkpoint(tmp_path, drafter_config())
@@ -383,9 +381,7 @@ def refused_keys():
                 yield from ((prefix + name, row) for name in row.names.split())
 
 
-@pytest.mark.parametrize(
-    ("name", "row"), [*refused_keys()], ids=lambda it: str(it)[:40]
-)
+@cases("name, row", *refused_keys(), ids=lambda it: str(it)[:40])
 def test_a_key_that_no_model_computes_with_is_refused(tmp_path, name, row):
     name = name.replace("*", "other")
     value = "adapter" if name == "general.type" else 7
@@ -435,28 +431,26 @@ def rope(config):
     return config.rope_parameters
 
 
-@pytest.mark.parametrize(
-    ("family", "key", "value", "expected"),
-    [
-        ("starcoder2", "rope.freq_base", 1e6, lambda c: rope(c)["rope_theta"]),
-        ("stablelm", "rope.freq_base", 5e5, lambda c: rope(c)["rope_theta"]),
-        ("starcoder2", "attention.layer_norm_epsilon", 0.125, "norm_epsilon"),
-        ("nemotron", "attention.layer_norm_epsilon", 0.125, "norm_eps"),
-        ("falcon", "attention.layer_norm_epsilon", 0.5, "layer_norm_epsilon"),
-        ("phi3", "attention.sliding_window", 8, "sliding_window"),
-        ("gemma2", "final_logit_softcapping", 5.0, "final_logit_softcapping"),
-        ("gemma2", "attn_logit_softcapping", 5.0, "attn_logit_softcapping"),
-        ("gemma3", "final_logit_softcapping", 5.0, "final_logit_softcapping"),
-        (
-            *("gemma3", "rope.freq_base_swa", 5e4),
-            lambda c: rope(c)["sliding_attention"]["rope_theta"],
-        ),
-        ("gemma3", "attention.key_length", 32, "query_pre_attn_scalar"),
-        (
-            *("stablelm", "rope.dimension_count", 8),
-            lambda c: 16 * rope(c)["partial_rotary_factor"],
-        ),
-    ],
+@cases(
+    "family, key, value, expected",
+    ("starcoder2", "rope.freq_base", 1e6, lambda c: rope(c)["rope_theta"]),
+    ("stablelm", "rope.freq_base", 5e5, lambda c: rope(c)["rope_theta"]),
+    ("starcoder2", "attention.layer_norm_epsilon", 0.125, "norm_epsilon"),
+    ("nemotron", "attention.layer_norm_epsilon", 0.125, "norm_eps"),
+    ("falcon", "attention.layer_norm_epsilon", 0.5, "layer_norm_epsilon"),
+    ("phi3", "attention.sliding_window", 8, "sliding_window"),
+    ("gemma2", "final_logit_softcapping", 5.0, "final_logit_softcapping"),
+    ("gemma2", "attn_logit_softcapping", 5.0, "attn_logit_softcapping"),
+    ("gemma3", "final_logit_softcapping", 5.0, "final_logit_softcapping"),
+    (
+        *("gemma3", "rope.freq_base_swa", 5e4),
+        lambda c: rope(c)["sliding_attention"]["rope_theta"],
+    ),
+    ("gemma3", "attention.key_length", 32, "query_pre_attn_scalar"),
+    (
+        *("stablelm", "rope.dimension_count", 8),
+        lambda c: 16 * rope(c)["partial_rotary_factor"],
+    ),
 )
 def test_numbers_that_transformers_passes_over_are_set(
     tmp_path, family, key, value, expected
@@ -467,18 +461,16 @@ def test_numbers_that_transformers_passes_over_are_set(
     assert number(config) == value
 
 
-@pytest.mark.parametrize(
-    ("family", "key", "value"),
-    [
-        ("llama", "attention.sliding_window", 8),
-        ("qwen2", "attention.sliding_window", 8),
-        ("llama", "attn_logit_softcapping", 30.0),
-        ("llama", "rope.freq_base_swa", 5e4),
-        ("qwen2", "rope.dimension_count", 8),
-        ("llama", "rope.scaling.attn_factor", 0.5),
-        ("llama", "attention.value_length", 32),
-        ("gemma3", "attention.sliding_window_pattern", 2),
-    ],
+@cases(
+    "family, key, value",
+    ("llama", "attention.sliding_window", 8),
+    ("qwen2", "attention.sliding_window", 8),
+    ("llama", "attn_logit_softcapping", 30.0),
+    ("llama", "rope.freq_base_swa", 5e4),
+    ("qwen2", "rope.dimension_count", 8),
+    ("llama", "rope.scaling.attn_factor", 0.5),
+    ("llama", "attention.value_length", 32),
+    ("gemma3", "attention.sliding_window_pattern", 2),
 )
 def test_numbers_that_a_family_does_not_have_are_refused(tmp_path, family, key, value):
     with pytest.raises(UnsupportedModelError, match=f"{family}.{key} {value}"):
@@ -492,26 +484,21 @@ def written(folder, fields):
     return str(folder)
 
 
-@pytest.mark.parametrize(
-    ("fields", "defaults"),
-    [
-        ({}, {}),
-        (LLAMA, {"temperature": 0.6, "top_p": 0.9, "top_k": 50}),
-        ({**SAMPLED, **QWEN}, QWEN),
-        (SAMPLED, SAMPLES),
-        ({**SAMPLED, "top_k": None, "top_p": 1}, {**SAMPLES, "top_p": 1}),
-        (
-            {**SAMPLED, "top_k": 0, "min_p": 0.15},
-            {**SAMPLES, "top_k": 0, "min_p": 0.15},
-        ),
-        ({"min_p": 0.15}, {}),
-        ({"stop_strings": "\n\n"}, {"stop": ["\n\n"]}),
-        ({"stop_strings": ["a", "", "b"]}, {"stop": ["a", "b"]}),
-        ({**LLAMA, "do_sample": False}, {}),
-        ({"temperature": 0.6, "top_k": "never read"}, {}),
-        ({"repetition_penalty": 1.1}, {"repetition_penalty": 1.1}),
-        ({"repetition_penalty": 1.0}, {}),
-    ],
+@cases(
+    "fields, defaults",
+    ({}, {}),
+    (LLAMA, {"temperature": 0.6, "top_p": 0.9, "top_k": 50}),
+    ({**SAMPLED, **QWEN}, QWEN),
+    (SAMPLED, SAMPLES),
+    ({**SAMPLED, "top_k": None, "top_p": 1}, {**SAMPLES, "top_p": 1}),
+    ({**SAMPLED, "top_k": 0, "min_p": 0.15}, {**SAMPLES, "top_k": 0, "min_p": 0.15}),
+    ({"min_p": 0.15}, {}),
+    ({"stop_strings": "\n\n"}, {"stop": ["\n\n"]}),
+    ({"stop_strings": ["a", "", "b"]}, {"stop": ["a", "b"]}),
+    ({**LLAMA, "do_sample": False}, {}),
+    ({"temperature": 0.6, "top_k": "never read"}, {}),
+    ({"repetition_penalty": 1.1}, {"repetition_penalty": 1.1}),
+    ({"repetition_penalty": 1.0}, {}),
 )
 def test_defaults_are_those_that_would_be_used(tmp_path, fields, defaults):
     source = written(tmp_path / "checkpoint", fields)

@@ -23,6 +23,7 @@ from jetdraft.export.step import Step, kv_shapes
 from jetdraft.export.tracer import trace
 from jetdraft.quant.choice import Limit
 from jetdraft.recipe import Recipe
+from tests import cases
 from tests.tiny import SIZES, exported, llama_config, save_checkpoint
 
 GROUP, IDS = 32, list(range(20))
@@ -242,14 +243,12 @@ def shuffled(seed):
     return pack
 
 
-@pytest.mark.parametrize(
-    ("flavour", "seed", "products"),
-    [
-        ("contrib", lambda: 3, 4),
-        ("contrib", itertools.count().__next__, 7),
-        # It merges no products, so one order would be no other case.
-        ("standard", itertools.count().__next__, 7),
-    ],
+@cases(
+    "flavour, seed, products",
+    ("contrib", lambda: 3, 4),
+    ("contrib", itertools.count().__next__, 7),
+    # It merges no products, so one order would be no other case.
+    ("standard", itertools.count().__next__, 7),
 )
 def test_inputs_in_another_order(base, flavour, seed, products):
     settings = {**FORMATS["gptq"][1], "desc_act": True}
@@ -357,21 +356,19 @@ def test_a_limit_has_nothing_to_raise(base, tmp_path):
         export(str(base), tmp_path / "bundle", None, options)
 
 
-@pytest.mark.parametrize(
-    ("method", "settings", "change", "error", "reason"),
-    [
-        ("gptq", {"bits": 3}, {}, UnsupportedModelError, "has 3 bits"),
-        ("gptq", {}, {"g_idx": lambda x: x.flip(0) * 2}, CheckpointError, "to a group"),
-        ("gptq", {"quant_method": "quip"}, {}, UnsupportedModelError, "by quip"),
-        ("gptq", {}, {"qzeros": lambda x: None}, CheckpointError, "not as gptq writes"),
-        ("gptq", {}, {"scales": lambda x: x * torch.nan}, CheckpointError, "finite"),
-        ("gptq", {}, {"scales": lambda x: x[:0]}, CheckpointError, "q_proj"),
-        ("awq", {"version": "marlin"}, {}, UnsupportedModelError, "marlin kernels"),
-        ("awq", {"bits": 8}, {}, UnsupportedModelError, "has 8 bits"),
-        ("awq", {"bits": None}, {}, CheckpointError, "not as awq writes"),
-        ("awq", {"version": None}, {}, CheckpointError, "not as awq writes"),
-        ("gptq", {"group_size": 24}, {}, CheckpointError, "scales or zeros"),
-    ],
+@cases(
+    "method, settings, change, error, reason",
+    ("gptq", {"bits": 3}, {}, UnsupportedModelError, "has 3 bits"),
+    ("gptq", {}, {"g_idx": lambda x: x.flip(0) * 2}, CheckpointError, "to a group"),
+    ("gptq", {"quant_method": "quip"}, {}, UnsupportedModelError, "by quip"),
+    ("gptq", {}, {"qzeros": lambda x: None}, CheckpointError, "not as gptq writes"),
+    ("gptq", {}, {"scales": lambda x: x * torch.nan}, CheckpointError, "finite"),
+    ("gptq", {}, {"scales": lambda x: x[:0]}, CheckpointError, "q_proj"),
+    ("awq", {"version": "marlin"}, {}, UnsupportedModelError, "marlin kernels"),
+    ("awq", {"bits": 8}, {}, UnsupportedModelError, "has 8 bits"),
+    ("awq", {"bits": None}, {}, CheckpointError, "not as awq writes"),
+    ("awq", {"version": None}, {}, CheckpointError, "not as awq writes"),
+    ("gptq", {"group_size": 24}, {}, CheckpointError, "scales or zeros"),
 )
 def test_what_cannot_be_read_is_refused_by_name(
     base, method, settings, change, error, reason

@@ -14,6 +14,7 @@ from jetdraft.checkpoints.refusals import check_kinds, check_unread
 from jetdraft.errors import CheckpointError, UnsupportedModelError
 from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.recipe import Recipe
+from tests import cases
 from tests.checkpoints.heads import layouts
 from tests.tiny import SIZES, llama_config, save_checkpoint
 
@@ -53,14 +54,12 @@ def test_a_config_with_fewer_layers_than_its_weights(tmp_path):
         Checkpoint.load(str(folder), torch.float32)
 
 
-@pytest.mark.parametrize(
-    ("read", "unread"),
-    [
-        (["model.layers.1.w"], ["model.layers.2.eh_proj.weight", "model.layers.2.w"]),
-        (["model.layers.1.w"], ["mtp.layers.0.w", "model.mtp_layers.0.w", "mtp.fc"]),
-        (["h.1.w"], ["h.0.attn.bias", "lm_head.weight"]),
-        (["encoder.block.3.w", "decoder.block.1.w"], ["encoder.block.3.mask"]),
-    ],
+@cases(
+    "read, unread",
+    (["model.layers.1.w"], ["model.layers.2.eh_proj.weight", "model.layers.2.w"]),
+    (["model.layers.1.w"], ["mtp.layers.0.w", "model.mtp_layers.0.w", "mtp.fc"]),
+    (["h.1.w"], ["h.0.attn.bias", "lm_head.weight"]),
+    (["encoder.block.3.w", "decoder.block.1.w"], ["encoder.block.3.mask"]),
 )
 def test_what_else_is_left_unread(read, unread):
     check_unread("folder", read, unread)
@@ -119,13 +118,11 @@ def test_fields_of_parts_that_a_model_lacks_refuse_nothing(tmp_path):
     export(str(folder), tmp_path / "bundle", options=QUICK)
 
 
-@pytest.mark.parametrize(
+@cases(
     "fields",
-    [
-        {"num_experts": 1},
-        {"num_experts": 16_384, "is_moe": False},
-        {"num_experts": [1, "two", None]},
-    ],
+    {"num_experts": 1},
+    {"num_experts": 16_384, "is_moe": False},
+    {"num_experts": [1, "two", None]},
 )
 def test_one_expert_is_no_mixture(fields):
     check_kinds("doge/", fields.get)
@@ -159,9 +156,7 @@ def folder(tmp_path):
     return tmp_path
 
 
-@pytest.mark.parametrize(
-    "place", ["../other/x.safetensors", "/etc/x", "a/../../x", "..\\x", "C:\\x"]
-)
+@cases("place", "../other/x.safetensors", "/etc/x", "a/../../x", "..\\x", "C:\\x")
 def test_a_shard_outside_the_folder(folder, load, place):
     """An index of strangers must not choose which files are read."""
     file = folder / "model.safetensors.index.json"
@@ -192,15 +187,13 @@ def test_an_index_that_is_none(folder, load, text):
         load(str(folder))
 
 
-@pytest.mark.parametrize(
-    ("message", "line"),
-    [
-        ("one\ntwo", "one"),
-        ("wrong:\n  two\nthree", "wrong: two"),
-        (f"{SENTENCE}. It is new", f"{SENTENCE}. It is new"),
-        (f"{SENTENCE}. {'This could be. ' * 20}", SENTENCE),
-        ("", "ValueError"),
-    ],
+@cases(
+    "message, line",
+    ("one\ntwo", "one"),
+    ("wrong:\n  two\nthree", "wrong: two"),
+    (f"{SENTENCE}. It is new", f"{SENTENCE}. It is new"),
+    (f"{SENTENCE}. {'This could be. ' * 20}", SENTENCE),
+    ("", "ValueError"),
 )
 def test_of_a_long_line_the_first_sentence_is_left(message: str, line: str) -> None:
     assert first_line(ValueError(message)) == line

@@ -11,6 +11,7 @@ import click
 import pytest
 
 from jetdraft.cli.train import command as trainers
+from tests import cases
 from tests.programs import INTERRUPTIBLE, assert_refused, jetdraft, succeed, without
 from tests.tiny import llama_config, save_checkpoint
 
@@ -97,13 +98,11 @@ def test_a_trigram_table_is_counted_and_used(bundle, tmp_path):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "words"),
-    [
-        ("missing.txt", None, "no data file"),
-        ("short.txt", b"", "fewer than three tokens"),
-        ("binary.txt", b"\xff\xfe\x00", "not text"),
-    ],
+@cases(
+    "name, content, words",
+    ("missing.txt", None, "no data file"),
+    ("short.txt", b"", "fewer than three tokens"),
+    ("binary.txt", b"\xff\xfe\x00", "not text"),
 )
 def test_a_bad_corpus_leaves_no_table(bundle, tmp_path, name, content, words):
     corpus, table = tmp_path / name, tmp_path / "table.npz"
@@ -202,14 +201,12 @@ def test_ctrl_c_before_the_first_step_is_one_line(target, text, tmp_path, monkey
     assert jetdraft(*command, "--regenerate", *DRAFTER).exit_code == 0
 
 
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        ("stream --sequence-length 5", "too short for 4 streams"),
-        ("draft --from-layers a,b", "is not a comma list of integers"),
-        ("draft --beta 0.3", "leave --beta out"),
-        ("kangaroo --exit-layer 9", "give 1 to 2"),
-    ],
+@cases(
+    "line, said",
+    ("stream --sequence-length 5", "too short for 4 streams"),
+    ("draft --from-layers a,b", "is not a comma list of integers"),
+    ("draft --beta 0.3", "leave --beta out"),
+    ("kangaroo --exit-layer 9", "give 1 to 2"),
 )
 def test_bad_options_are_one_line_before_anything_is_written(
     target, text, tmp_path, line, said

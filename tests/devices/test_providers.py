@@ -25,6 +25,7 @@ from jetdraft.devices.trial import GRAPH
 from jetdraft.errors import ProviderError
 from jetdraft.runtime.passes import session
 from jetdraft.runtime.passes.session import _check_provider
+from tests import cases
 from tests.devices.trees import ORIN_NANO, THOR, write
 from tests.programs import assert_refused, jetdraft, succeed
 
@@ -62,17 +63,15 @@ def test_what_a_trial_finds(monkeypatch):
     assert cuda.reason
 
 
-@pytest.mark.parametrize(
-    ("code", "stderr", "reason"),
-    [
-        (1, CUDA, "it needs libcublasLt.so.13"),
-        (1, "CUDA error cudaErrorNoKernelImageForDevice:no kernel image", "no code"),
-        (1, "CUDA failure 100: no CUDA-capable device is detected", "no CUDA device"),
-        (1, "CUDA failure 35: CUDA driver version is insufficient", "driver is older"),
-        (-11, "", "signal 11"),
-        (1, "Traceback\n  ...\nValueError: odd\n", "failed: ValueError: odd"),
-        (1, "", "no message"),
-    ],
+@cases(
+    "code, stderr, reason",
+    (1, CUDA, "it needs libcublasLt.so.13"),
+    (1, "CUDA error cudaErrorNoKernelImageForDevice:no kernel image", "no code"),
+    (1, "CUDA failure 100: no CUDA-capable device is detected", "no CUDA device"),
+    (1, "CUDA failure 35: CUDA driver version is insufficient", "driver is older"),
+    (-11, "", "signal 11"),
+    (1, "Traceback\n  ...\nValueError: odd\n", "failed: ValueError: odd"),
+    (1, "", "no message"),
 )
 def test_reasons(code, stderr, reason):
     assert reason in failure_reason(code, stderr)
@@ -325,19 +324,17 @@ def stopped(reason):
     return Presence("webgpu", True, False, reason)
 
 
-@pytest.mark.parametrize(
-    ("state", "gpu", "fix"),
-    [
-        (RUNS, True, ""),
-        (replace(RUNS, software=True), True, "Vulkan"),
-        (Presence("webgpu", False, False, webgpu.MISSING_MESSAGE), True, ""),
-        (stopped("libvulkan.so.1 is missing; apt install"), True, "libvulkan1"),
-        (stopped("Vulkan has no driver here (error -9)"), True, "install the GPU's"),
-        (stopped("the WebGPU plug-in 0.3 is too old"), True, "pip install --upgrade"),
-        # Without a GPU no driver would help.
-        (stopped("libvulkan.so.1 is missing"), False, ""),
-        (stopped("Vulkan has no"), False, ""),
-    ],
+@cases(
+    "state, gpu, fix",
+    (RUNS, True, ""),
+    (replace(RUNS, software=True), True, "Vulkan"),
+    (Presence("webgpu", False, False, webgpu.MISSING_MESSAGE), True, ""),
+    (stopped("libvulkan.so.1 is missing; apt install"), True, "libvulkan1"),
+    (stopped("Vulkan has no driver here (error -9)"), True, "install the GPU's"),
+    (stopped("the WebGPU plug-in 0.3 is too old"), True, "pip install --upgrade"),
+    # Without a GPU no driver would help.
+    (stopped("libvulkan.so.1 is missing"), False, ""),
+    (stopped("Vulkan has no"), False, ""),
 )
 def test_the_doctor_has_a_fix(tmp_path, state, gpu, fix):
     def presence_of(name):

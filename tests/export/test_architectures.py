@@ -29,7 +29,7 @@ from jetdraft.export.tracer import trace
 from jetdraft.runtime.measured.survey import randomized
 from jetdraft.runtime.passes.graph import Graph
 from jetdraft.runtime.passes.session import StepSessions, open_session
-from tests import tiny
+from tests import cases, tiny
 from tests.checkpoints.heads.test_mtp import edit
 from tests.tiny import HYBRIDS, SHARING, VOCAB_SIZE, llama_config, save_checkpoint
 
@@ -332,9 +332,7 @@ def test_frequencies_that_change_within_the_capacity_are_refused(name, tmp_path)
     assert f"--capacity {CAPACITY} or less" in refusal(tmp_path, capacity=CAPACITY + 1)
 
 
-@pytest.mark.parametrize(
-    "name", ["bloom", "deepseek_v2", "llava", "lfm3", "qwen3_vl_moe", "stablelm"]
-)
+@cases("name", "bloom", "deepseek_v2", "llava", "lfm3", "qwen3_vl_moe", "stablelm")
 def test_a_family_is_what_the_table_says(name, tmp_path):
     outcome = families.try_family(name, tmp_path)
     assert families.title(outcome) == families.documented(families.PAGE)[name]

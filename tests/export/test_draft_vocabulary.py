@@ -25,7 +25,7 @@ from jetdraft.recipe import Recipe
 from jetdraft.runtime.passes.opener import Opener
 from jetdraft.runtime.passes.session import ONE_THREAD
 from jetdraft.testing import toy_bundle
-from tests import manifests, sources
+from tests import cases, manifests, sources
 from tests.checkpoints.heads.layouts import LAYERS, eagle1, eagle3, write
 from tests.ggufs import write_gguf
 from tests.programs import jetdraft as command
@@ -134,9 +134,7 @@ def test_its_logits_are_those_of_the_whole_head(cut, pair):
 
 
 @pytest.mark.parametrize("way", [{}, {"temperature": 1.0, "seed": 4}])
-@pytest.mark.parametrize(
-    "drafting", [{}, {"tree": "best"}, {"tree": "heap"}, {"method": "cascade"}]
-)
+@cases("drafting", {}, {"tree": "best"}, {"tree": "heap"}, {"method": "cascade"})
 def test_no_text_changes(cut_model, way, drafting):
     drafting = dict(drafting)
     method = drafting.pop("method", "draft")

@@ -18,6 +18,7 @@ from jetdraft.runtime.drafts.rows import Rows
 from jetdraft.runtime.measured.survey import Survey
 from jetdraft.runtime.passes.graph import Graph
 from jetdraft.runtime.proposers.proposer import Observer
+from tests import cases
 from tests.programs import assert_refused
 from tests.programs import jetdraft as run
 from tests.tiny import VOCAB_SIZE, exported, llama_config, save_checkpoint
@@ -240,14 +241,12 @@ def brief(tmp_path_factory):
 
 
 @pytest.mark.parametrize("count", [1, 3, 16])
-@pytest.mark.parametrize(
-    ("tokens", "reading", "turns"),
-    [
-        (TRAINED - 1, Reading.TURNED, False),
-        (TRAINED + 1, Reading.TURNED, True),
-        (120, Reading.TURNED, True),
-        (120, Reading.SELECTED, False),
-    ],
+@cases(
+    "tokens, reading, turns",
+    (TRAINED - 1, Reading.TURNED, False),
+    (TRAINED + 1, Reading.TURNED, True),
+    (120, Reading.TURNED, True),
+    (120, Reading.SELECTED, False),
 )
 def test_beyond_the_trained_length_keys_turn_to_adjoining_positions(
     brief, prompt, tokens, reading, turns, count
@@ -349,13 +348,11 @@ def test_a_selection_must_be_a_part_of_the_context(rows, pair, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        ({"provider": "cuda"}, "runs on the CPU"),
-        ({"dtype": "fp16"}, "in fp32"),
-        ({"recipe": Recipe("int8", 32, kv="int8")}, "leave kv out of the recipe"),
-    ],
+@cases(
+    "flags, said",
+    ({"provider": "cuda"}, "runs on the CPU"),
+    ({"dtype": "fp16"}, "in fp32"),
+    ({"recipe": Recipe("int8", 32, kv="int8")}, "leave kv out of the recipe"),
 )
 def test_a_selection_needs_the_cpu_and_floats(pair, tmp_path, flags, said):
     options = ExportOptions(**{"recipe": Recipe("int8", 32), "select_kv": 32} | flags)

@@ -15,7 +15,7 @@ from jetdraft.errors import (
     UnsupportedModelError,
 )
 from jetdraft.runtime.speech.sound import log_mel
-from tests import manifests, whispers
+from tests import cases, manifests, whispers
 from tests.tiny import exported
 
 FRAMES = 2 * whispers.SLOTS
@@ -186,9 +186,7 @@ def test_checkpoints_that_lack_something_are_refused(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(
-    "change", [{"tasks": {}}, {"languages": {}}, {"no_timestamps": 10**6}], ids=str
-)
+@cases("change", {"tasks": {}}, {"languages": {}}, {"no_timestamps": 10**6}, ids=str)
 def test_manifests_with_wrong_tokens_of_speech_are_refused(whisper, tmp_path, change):
     folder = tmp_path / "bundle"
     shutil.copytree(whisper / "bundle", folder)

@@ -18,6 +18,7 @@ import pytest
 from jetdraft import native
 from jetdraft.cli.doctor import examine
 from jetdraft.runtime.passes import session as sessions
+from tests import cases
 from tests.fuzz.damages import hash_again
 from tests.programs import assert_refused, jetdraft, printed, succeed
 from tests.tiny import exported
@@ -94,15 +95,13 @@ def test_code_for_all_processors_has_no_newer_instructions(tmp_path, source):
     and (None in QEMUS.values() or "QEMU_LD_PREFIX" not in os.environ),
     reason="no qemu-user, see scripts/qemu",
 )
-@pytest.mark.parametrize(
-    ("machine", "processor", "found"),
-    [
-        ("x86_64", "Haswell", ["avx2", "portable"]),
-        ("x86_64", "SandyBridge", ["portable"]),  # has only AVX
-        ("x86_64", "Conroe", ["portable"]),
-        ("aarch64", "max", ["i8mm", "dotprod", "portable"]),
-        ("aarch64", "cortex-a57", ["portable"]),
-    ],
+@cases(
+    "machine, processor, found",
+    ("x86_64", "Haswell", ["avx2", "portable"]),
+    ("x86_64", "SandyBridge", ["portable"]),  # has only AVX
+    ("x86_64", "Conroe", ["portable"]),
+    ("aarch64", "max", ["i8mm", "dotprod", "portable"]),
+    ("aarch64", "cortex-a57", ["portable"]),
 )
 def test_another_processor(programs, libraries, machine, processor, found):
     qemu = QEMUS[machine], "-cpu", processor
@@ -215,17 +214,15 @@ def change_product(bundle, **attributes):
     hash_again(bundle)
 
 
-@pytest.mark.parametrize(
-    ("attributes", "said"),
-    [
-        ({"layout": 2}, "packed in layout 2, and this version reads layout 1"),
-        ({"format": 99}, "unknown format of a matrix"),
-        ({"format": 4}, "a packed matrix has another size"),
-        ({"K": 2**40}, "a matrix has a size out of range"),
-        ({"K": 33}, "the rows have another width than the matrix"),
-        ({"K": 97}, "a packed matrix has another size"),
-        ({"N": 16}, "a packed matrix has another size"),
-    ],
+@cases(
+    "attributes, said",
+    ({"layout": 2}, "packed in layout 2, and this version reads layout 1"),
+    ({"format": 99}, "unknown format of a matrix"),
+    ({"format": 4}, "a packed matrix has another size"),
+    ({"K": 2**40}, "a matrix has a size out of range"),
+    ({"K": 33}, "the rows have another width than the matrix"),
+    ({"K": 97}, "a packed matrix has another size"),
+    ({"N": 16}, "a packed matrix has another size"),
 )
 def test_another_layout_or_size_is_refused(own, attributes, said, capfd):
     change_product(own, **attributes)

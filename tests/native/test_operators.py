@@ -16,6 +16,7 @@ from jetdraft.errors import ContractError
 from jetdraft.native import DOMAIN
 from jetdraft.quant.grids import GRIDS, LAYOUT_VERSION
 from jetdraft.runtime.passes.buffers import run_bound
+from tests import cases
 from tests.native.operators import (
     Attending,
     random_matrix,
@@ -140,18 +141,16 @@ def test_a_row_has_the_bits_of_its_expert_alone(grid, threads):
             np.testing.assert_array_equal(found, np.reshape(expected, (rows, columns)))
 
 
-@pytest.mark.parametrize(
-    ("ids", "changed", "reason"),
-    [
-        ([0, 3], {}, "there is no expert 3 among 3"),
-        ([0, -1], {}, "there is no expert -1 among 3"),
-        ([0], {}, "another shape"),
-        ([[0, 1]], {}, "another shape"),
-        ([0, 1], {"K": 60}, "another shape"),
-        ([0, 1], {"integers": np.zeros(0, np.uint8)}, "another size"),
-        ([0, 1], {"integers": SHORT}, "another size"),
-        ([0, 1], {"integers": np.zeros(2048, np.uint8)}, "more integers than scales"),
-    ],
+@cases(
+    "ids, changed, reason",
+    ([0, 3], {}, "there is no expert 3 among 3"),
+    ([0, -1], {}, "there is no expert -1 among 3"),
+    ([0], {}, "another shape"),
+    ([[0, 1]], {}, "another shape"),
+    ([0, 1], {"K": 60}, "another shape"),
+    ([0, 1], {"integers": np.zeros(0, np.uint8)}, "another size"),
+    ([0, 1], {"integers": SHORT}, "another size"),
+    ([0, 1], {"integers": np.zeros(2048, np.uint8)}, "more integers than scales"),
 )
 def test_damaged_experts_are_refused(ids, changed, reason):
     matrix, x = random_matrix("Q4_0", 96, 64), np.ones((2, 64), "f4")
@@ -159,22 +158,20 @@ def test_damaged_experts_are_refused(ids, changed, reason):
         run_experts(matrix, x, ids, 3, **changed)
 
 
-@pytest.mark.parametrize(
-    ("changed", "reason"),
-    [
-        ({"integers": SHORT}, "another size"),
-        ({"scales": SHORT}, "another size"),
-        ({"integers": SHORT.astype(np.float32)}, "float"),
-        ({"N": 64}, "another size"),
-        ({"K": 60}, "another width"),
-        ({"K": 96}, "another size"),
-        ({"N": 2**62}, "out of range"),
-        ({"K": 0}, "out of range"),
-        ({"K": -32}, "out of range"),
-        ({"format": len(GRIDS)}, "unknown format"),
-        ({"format": -1}, "unknown format"),
-        ({"layout": 2}, "packed in layout 2, and this version reads layout 1"),
-    ],
+@cases(
+    "changed, reason",
+    ({"integers": SHORT}, "another size"),
+    ({"scales": SHORT}, "another size"),
+    ({"integers": SHORT.astype(np.float32)}, "float"),
+    ({"N": 64}, "another size"),
+    ({"K": 60}, "another width"),
+    ({"K": 96}, "another size"),
+    ({"N": 2**62}, "out of range"),
+    ({"K": 0}, "out of range"),
+    ({"K": -32}, "out of range"),
+    ({"format": len(GRIDS)}, "unknown format"),
+    ({"format": -1}, "unknown format"),
+    ({"layout": 2}, "packed in layout 2, and this version reads layout 1"),
 )
 def test_a_damaged_matrix_is_refused(changed, reason):
     matrix, x = random_matrix("Q4_0", 32, 64), np.ones((1, 64), "f4")
@@ -319,30 +316,28 @@ def floats(*shape):
     return np.zeros(shape, np.float32)
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "reason"),
-    [
-        ("query", floats(2, 3, 512), ROWS),
-        ("query", UNALIGNED.reshape(1, 3, 512), "a multiple of its numbers' size"),
-        ("key", floats(1, 3, 128), ROWS),
-        ("past_key", floats(1, 2, 8, 64), BUFFERS),
-        ("past_value", floats(1, 2, 9, 32), BUFFERS),
-        ("last_row", np.array([1], np.int32), ENDS),
-        ("last_row", np.array([2**31 - 1], np.int32), ENDS),
-        ("last_row", np.zeros(0, np.int32), "the index of its last row"),
-        ("last_row", np.array([5]), "int64"),
-        ("cosines", floats(80, 31), TABLES),
-        ("sines", floats(79, 32), TABLES),
-        ("positions", np.array([[0, 1]]), TABLES),
-        ("positions", np.array([[0, -1, 2]]), "position -1 has no row"),
-        ("positions", np.array([[0, 1, 80]]), "position 80 has no row"),
-        ("bias", floats(1, 1, 3, 5), "a bias of another shape"),
-        ("bias", floats(1, 3, 3, 9), "a bias of another shape"),
-        ("num_heads", 3, HEADS),
-        ("num_heads", 2**40, HEADS),
-        ("kv_num_heads", 0, HEADS),
-        ("scale", 1, "type don.t match"),
-    ],
+@cases(
+    "name, value, reason",
+    ("query", floats(2, 3, 512), ROWS),
+    ("query", UNALIGNED.reshape(1, 3, 512), "a multiple of its numbers' size"),
+    ("key", floats(1, 3, 128), ROWS),
+    ("past_key", floats(1, 2, 8, 64), BUFFERS),
+    ("past_value", floats(1, 2, 9, 32), BUFFERS),
+    ("last_row", np.array([1], np.int32), ENDS),
+    ("last_row", np.array([2**31 - 1], np.int32), ENDS),
+    ("last_row", np.zeros(0, np.int32), "the index of its last row"),
+    ("last_row", np.array([5]), "int64"),
+    ("cosines", floats(80, 31), TABLES),
+    ("sines", floats(79, 32), TABLES),
+    ("positions", np.array([[0, 1]]), TABLES),
+    ("positions", np.array([[0, -1, 2]]), "position -1 has no row"),
+    ("positions", np.array([[0, 1, 80]]), "position 80 has no row"),
+    ("bias", floats(1, 1, 3, 5), "a bias of another shape"),
+    ("bias", floats(1, 3, 3, 9), "a bias of another shape"),
+    ("num_heads", 3, HEADS),
+    ("num_heads", 2**40, HEADS),
+    ("kv_num_heads", 0, HEADS),
+    ("scale", 1, "type don.t match"),
 )
 def test_damage_of_attention_is_refused(name, value, reason):
     attention = ATTENTIONS["rotated"]

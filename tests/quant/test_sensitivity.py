@@ -22,6 +22,7 @@ from jetdraft.quant.choice import (
 )
 from jetdraft.quant.divergence import Divergence
 from jetdraft.recipe import HEAD, RUNGS, Recipe
+from tests import cases
 from tests.programs import assert_refused, succeed
 from tests.programs import jetdraft as command
 from tests.tiny import (
@@ -146,9 +147,7 @@ def test_as_many_units_as_fit(sensitivity):
     assert kl < more < everything(sensitivity, RECIPE)
 
 
-@pytest.mark.parametrize(
-    "name", ["int4-rtn-b16", "int8-k_quant-b32-head4", "int2-b64", "q5_k"]
-)
+@cases("name", "int4-rtn-b16", "int8-k_quant-b32-head4", "int2-b64", "q5_k")
 def test_the_bytes_are_those_of_the_graph(folder, sensitivity, name, tmp_path):
     recipe = Recipe.parse(name)
     export(str(folder), tmp_path / "bundle", None, ExportOptions(recipe))
@@ -294,13 +293,11 @@ class Known:
         return sum(recipe.of_unit(unit).bits for unit in self.units)
 
 
-@pytest.mark.parametrize(
-    ("kl", "expected"),
-    [
-        ({32: 0.001, 64: 0.002, 128: 0.003}, FOUR_BITS[0]),
-        ({32: 0.01, 64: 0.02, 128: 0.04}, FOUR_BITS[1]),
-        ({32: 0.02, 64: 0.04, 128: 0.05}, FOUR_BITS[2]),
-    ],
+@cases(
+    "kl, expected",
+    ({32: 0.001, 64: 0.002, 128: 0.003}, FOUR_BITS[0]),
+    ({32: 0.01, 64: 0.02, 128: 0.04}, FOUR_BITS[1]),
+    ({32: 0.02, 64: 0.04, 128: 0.05}, FOUR_BITS[2]),
 )
 def test_the_largest_blocks_that_keep_the_text(kl, expected):
     recipe, measured = choose_recipe(Known(kl), ORT, bound=0.03)
@@ -315,14 +312,12 @@ def test_a_mix_where_rounding_is_not_enough():
     assert kl == pytest.approx(0.03)
 
 
-@pytest.mark.parametrize(
-    ("kl", "layer", "expected"),
-    [
-        ({"q4_k": 0.02}, 0.0, "q4_k-headq6_k"),
-        ({"q4_k": 0.06, "q5_k": 0.01}, 0.01, "q4_k-up7.8.9-headq6_k"),
-        ({"q4_k": 0.06, "q5_k": 0.01}, 0.003, "q5_k-headq6_k"),
-        ({"q4_k": 1.0, "q5_k": 0.5, "q6_k": 0.2, "q8_0": 0.1}, 0.0, "q8_0"),
-    ],
+@cases(
+    "kl, layer, expected",
+    ({"q4_k": 0.02}, 0.0, "q4_k-headq6_k"),
+    ({"q4_k": 0.06, "q5_k": 0.01}, 0.01, "q4_k-up7.8.9-headq6_k"),
+    ({"q4_k": 0.06, "q5_k": 0.01}, 0.003, "q5_k-headq6_k"),
+    ({"q4_k": 1.0, "q5_k": 0.5, "q6_k": 0.2, "q8_0": 0.1}, 0.0, "q8_0"),
 )
 def test_types_of_llama_cpp_from_the_cheapest_up(kl, layer, expected):
     recipe, measured = choose_recipe(Known(kl, layer), OURS, bound=0.03)
@@ -411,15 +406,13 @@ def test_overlap_is_the_acceptance_of_sampled_drafts(pair):
     assert choice.full_overlap == pytest.approx(expected, abs=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("size", "lost", "head_lost", "expected"),
-    [
-        (1e6, 0.10, 0.02, "int8-rtn-b32"),  # a pass takes its fixed time in any case
-        (1e6, 0.10, 0.009, "int8-rtn-b32-head4"),
-        (1e3, 0.009, 0.0, "int4-rtn-b32"),
-        (5e8, 0.03, 0.0, "int4-rtn-b32"),
-        (5e8, 0.60, 0.02, "int8-rtn-b32"),
-    ],
+@cases(
+    "size, lost, head_lost, expected",
+    (1e6, 0.10, 0.02, "int8-rtn-b32"),  # a pass takes its fixed time in any case
+    (1e6, 0.10, 0.009, "int8-rtn-b32-head4"),
+    (1e3, 0.009, 0.0, "int4-rtn-b32"),
+    (5e8, 0.03, 0.0, "int4-rtn-b32"),
+    (5e8, 0.60, 0.02, "int8-rtn-b32"),
 )
 def test_a_drafter_gets_the_bits_that_make_the_pair_fast(
     size, lost, head_lost, expected

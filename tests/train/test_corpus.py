@@ -16,6 +16,7 @@ from jetdraft.runtime.text.template import ChatTemplate
 from jetdraft.train import written_texts
 from jetdraft.train.data import IGNORED, Corpus, Example, collate, split_batch
 from jetdraft.train.written_texts import WrittenTexts, continuations
+from tests import cases
 from tests.tiny import END_OF_TEXT, llama_config, tokenizer
 from tests.train.periodic import write_periodic
 
@@ -61,21 +62,19 @@ def test_a_chat_that_ends_with_the_user_is_to_be_completed(tmp_path):
         read(tmp_path, row, template=template)
 
 
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ({"messages": []}, "is not an object with"),
-        ({"messages": [{"content": "x"}]}, "is not an object with"),
-        ({"messages": "hello"}, "is not an object with"),
-        ({"messages": [USER, {**REPLY, "content": 3}]}, "is not an object with"),
-        ({"prompt": "a"}, "is not an object with"),
-        ({"prompt": "a b c", "completion": ""}, "has an empty completion"),
-        ({"prompt": "a", "completion": "b"}, "has 2 tokens, a sequence needs 5"),
-        ({"completion": "a"}, "is not an object with prompt"),
-        ({"prompt": "a", "completion": 3}, "is not an object with prompt"),
-        ("not json", "is not an object with"),
-        ("[" * 100_000, "is not an object with"),
-    ],
+@cases(
+    "row, message",
+    ({"messages": []}, "is not an object with"),
+    ({"messages": [{"content": "x"}]}, "is not an object with"),
+    ({"messages": "hello"}, "is not an object with"),
+    ({"messages": [USER, {**REPLY, "content": 3}]}, "is not an object with"),
+    ({"prompt": "a"}, "is not an object with"),
+    ({"prompt": "a b c", "completion": ""}, "has an empty completion"),
+    ({"prompt": "a", "completion": "b"}, "has 2 tokens, a sequence needs 5"),
+    ({"completion": "a"}, "is not an object with prompt"),
+    ({"prompt": "a", "completion": 3}, "is not an object with prompt"),
+    ("not json", "is not an object with"),
+    ("[" * 100_000, "is not an object with"),
 )
 def test_lines_that_cannot_be_learned(tmp_path, row, message):
     template = ChatTemplate(TEMPLATE, {})
@@ -93,13 +92,11 @@ def test_lines_of_a_wrong_length(tmp_path):
         read(tmp_path, {"prompt": ""}, prompts_alone=True)
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("x", "the data has 1 of the 5 tokens"),
-        ("", "the data has 0 of the 5 tokens"),
-        (None, "no data file"),
-    ],
+@cases(
+    "content, message",
+    ("x", "the data has 1 of the 5 tokens"),
+    ("", "the data has 0 of the 5 tokens"),
+    (None, "no data file"),
 )
 def test_texts_that_cannot_be_learned(tmp_path, content, message):
     file = tmp_path / "a.txt"

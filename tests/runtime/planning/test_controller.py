@@ -12,13 +12,12 @@ from jetdraft.runtime.planning.controller import (
 )
 from jetdraft.runtime.proposers.lookup import LookupProposer
 from jetdraft.runtime.proposers.proposer import Traits
+from tests import cases
 
 WIDTHS = range(2, 17)
 CPU, FLAT = 0.235, 0.05
 """What a row adds to a pass: on the CPU a quarter of a narrow one."""
-any_widths = pytest.mark.parametrize(
-    "widths", [range(1, 17), WIDTHS], ids=["any", "exact"]
-)
+any_widths = cases("widths", range(1, 17), WIDTHS, ids=["any", "exact"])
 
 
 class Named(LookupProposer):
@@ -259,16 +258,14 @@ def test_free_rows_become_branches():
     assert assignment.parents.count(0) > 1
 
 
-@pytest.mark.parametrize(
-    ("how", "branches"),
-    [
-        ({"slope": 0.2}, False),  # rows that cost
-        ({"slope": 0.02, "rate": 1.0}, False),  # drafts that are always right
-        ({"slope": 0.0, "allowed": False}, False),
-        # A branch is worth less where it must be proven.
-        ({"slope": 0.1, "ends_at_gap": False}, True),
-        ({"slope": 0.1, "ends_at_gap": True}, False),
-    ],
+@cases(
+    "how, branches",
+    ({"slope": 0.2}, False),  # rows that cost
+    ({"slope": 0.02, "rate": 1.0}, False),  # drafts that are always right
+    ({"slope": 0.0, "allowed": False}, False),
+    # A branch is worth less where it must be proven.
+    ({"slope": 0.1, "ends_at_gap": False}, True),
+    ({"slope": 0.1, "ends_at_gap": True}, False),
     ids=str,
 )
 def test_where_a_draft_branches(how, branches):

@@ -14,6 +14,7 @@ from jetdraft.runtime.passes.session import StepSessions
 from jetdraft.runtime.planning.registry import methods
 from jetdraft.runtime.proposers.lookup import Guess
 from jetdraft.runtime.sampling.chooser import Chooser, Sampling
+from tests import cases
 from tests.runtime.method_bundles import handmade
 from tests.toy_graphs import BLOCK, GUESSES, IDS, NOISE, STEP, WIDTH, features_of
 
@@ -127,9 +128,7 @@ def test_each_round_of_chains(model, method, plain, way, count):
 
 
 @both_ways
-@pytest.mark.parametrize(
-    "tree", ["best", "heap", "comb", "threshold", "rerank", "merged"]
-)
+@cases("tree", "best", "heap", "comb", "threshold", "rerank", "merged")
 def test_each_round_of_trees(model, method, plain, way, tree):
     drafting = {"drafting": {"tree": tree}, "exact": tree in ("best", "heap", "comb")}
     tokens, stats = follow(model, method, way, drafting)
@@ -443,12 +442,10 @@ def test_a_doubtful_block_is_verified_in_part(model, method, plain):
 
 
 @pytest.mark.parametrize("method", ["eagle", "dflash"])
-@pytest.mark.parametrize(
-    ("verifier", "branching", "siblings"),
-    [
-        ("rejection", (1, 1, 1), "with-replacement"),
-        ("recursive", (2, 1), "without-replacement"),
-    ],
+@cases(
+    "verifier, branching, siblings",
+    ("rejection", (1, 1, 1), "with-replacement"),
+    ("recursive", (2, 1), "without-replacement"),
 )
 def test_other_verifiers_keep_the_distribution(
     model, method, verifier, branching, siblings

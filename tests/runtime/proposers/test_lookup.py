@@ -12,6 +12,7 @@ from jetdraft.runtime.proposers.lookup import (
     SuffixAutomaton,
 )
 from jetdraft.runtime.sampling.chooser import Chooser, Sampling
+from tests import cases
 
 CHOOSER = Chooser(Sampling())
 REQUEST, RESPONSE = list(range(20)), list(range(50, 70))
@@ -23,24 +24,22 @@ def draft(context, budget=3, **options):
     return rows.tokens[1:]
 
 
-@pytest.mark.parametrize(
-    ("context", "options", "expected"),
-    [
-        ([1, 2, 3, 4, 5, 6, 7, 1, 2, 3], {}, [4, 5, 6]),
-        # The longest match wins over a later match, and of equal matches the latest.
-        ([7, 1, 2, 30, 9, 1, 2, 40, 7, 1, 2], {"budget": 1}, [30]),
-        ([1, 2, 30, 9, 1, 2, 40, 8, 1, 2], {"budget": 1}, [40]),
-        # A draft is no longer than its match, the limit of matches or the budget.
-        ([1, 2, 3, 9, 2], {}, [3]),
-        ([1, 2, 3, 9, 1, 2], {}, [3, 9]),
-        ([1, 2, 3, 4, 5, 1, 2, 3], {"max_match": 2}, [4, 5]),
-        ([1, 2, 3, 4, 5, 6, 1, 2, 3], {"budget": 2}, [4, 5]),
-        # A repetition continues past the end.
-        ([5, 5, 5, 5], {"budget": 8}, [5, 5, 5]),
-        ([1, 2, 3, 1, 2, 3, 1, 2], {"budget": 8}, [3, 1, 2, 3, 1]),
-        ([1, 2, 3], {}, []),
-        ([4], {}, []),
-    ],
+@cases(
+    "context, options, expected",
+    ([1, 2, 3, 4, 5, 6, 7, 1, 2, 3], {}, [4, 5, 6]),
+    # The longest match wins over a later match, and of equal matches the latest.
+    ([7, 1, 2, 30, 9, 1, 2, 40, 7, 1, 2], {"budget": 1}, [30]),
+    ([1, 2, 30, 9, 1, 2, 40, 8, 1, 2], {"budget": 1}, [40]),
+    # A draft is no longer than its match, the limit of matches or the budget.
+    ([1, 2, 3, 9, 2], {}, [3]),
+    ([1, 2, 3, 9, 1, 2], {}, [3, 9]),
+    ([1, 2, 3, 4, 5, 1, 2, 3], {"max_match": 2}, [4, 5]),
+    ([1, 2, 3, 4, 5, 6, 1, 2, 3], {"budget": 2}, [4, 5]),
+    # A repetition continues past the end.
+    ([5, 5, 5, 5], {"budget": 8}, [5, 5, 5]),
+    ([1, 2, 3, 1, 2, 3, 1, 2], {"budget": 8}, [3, 1, 2, 3, 1]),
+    ([1, 2, 3], {}, []),
+    ([4], {}, []),
     ids=str,
 )
 def test_what_followed_the_last_time_is_drafted(context, options, expected):
@@ -173,19 +172,17 @@ def decode(proposer, prompt, output, budget=4):
     return rounds
 
 
-@pytest.mark.parametrize(
-    ("request_", "response", "output", "rounds"),
-    [
-        (REQUEST, RESPONSE, RESPONSE, 4),
-        (list(range(100, 120)), RESPONSE, RESPONSE, 20),  # another request
-        # Slot 9 of the request is repeated in the response.
-        (
-            [*range(9), 199, *range(10, 20)],
-            [50, 51, 9, 52, 53, 54, 55, 56],
-            [50, 51, 199, 52, 53, 54, 55, 56],
-            2,
-        ),
-    ],
+@cases(
+    "request_, response, output, rounds",
+    (REQUEST, RESPONSE, RESPONSE, 4),
+    (list(range(100, 120)), RESPONSE, RESPONSE, 20),  # another request
+    # Slot 9 of the request is repeated in the response.
+    (
+        [*range(9), 199, *range(10, 20)],
+        [50, 51, 9, 52, 53, 54, 55, 56],
+        [50, 51, 199, 52, 53, 54, 55, 56],
+        2,
+    ),
     ids=["same", "other", "slot"],
 )
 def test_similar_requests(store, similarity, request_, response, output, rounds):
@@ -195,16 +192,14 @@ def test_similar_requests(store, similarity, request_, response, output, rounds)
     assert decode(RecallProposer(store, similarity), request_, output) == rounds
 
 
-@pytest.mark.parametrize(
-    ("script", "output", "following"),
-    [
-        ([1, 2, 3, 4], [], [1, 2, 3]),
-        ([1, 2, 3, 4], [9], []),
-        ([1, 2, 3, 4], [9, 2], [3, 4]),
-        ([1, 2, 3, 4, 5, 6, 7], [1, 2, 99], []),
-        ([1, 2, 3, 4, 5, 6, 7], [1, 2, 99, 4], [5, 6, 7]),
-        ([1, 2, 3, 1, 4, 5], [1, 2, 3, 99, 1], [4, 5]),
-    ],
+@cases(
+    "script, output, following",
+    ([1, 2, 3, 4], [], [1, 2, 3]),
+    ([1, 2, 3, 4], [9], []),
+    ([1, 2, 3, 4], [9, 2], [3, 4]),
+    ([1, 2, 3, 4, 5, 6, 7], [1, 2, 99], []),
+    ([1, 2, 3, 4, 5, 6, 7], [1, 2, 99, 4], [5, 6, 7]),
+    ([1, 2, 3, 1, 4, 5], [1, 2, 3, 99, 1], [4, 5]),
     ids=str,
 )
 def test_a_lost_place_is_found(script, output, following):
@@ -214,14 +209,12 @@ def test_a_lost_place_is_found(script, output, following):
     assert script.next_tokens(3) == following
 
 
-@pytest.mark.parametrize(
-    ("prompt", "response", "now", "expected"),
-    [
-        ([1, 2, 9], [5, 2, 5], [1, 3, 9], [5, 3, 5]),
-        ([1, 2, 2, 9], [2, 2, 7], [1, 3, 9], [3, 7]),
-        ([1, 2, 9], [5, 2], [1, 2, 9], [5, 2]),
-        ([1, 9], [5, 1], [1, 8, 9], [5, 1]),
-    ],
+@cases(
+    "prompt, response, now, expected",
+    ([1, 2, 9], [5, 2, 5], [1, 3, 9], [5, 3, 5]),
+    ([1, 2, 2, 9], [2, 2, 7], [1, 3, 9], [3, 7]),
+    ([1, 2, 9], [5, 2], [1, 2, 9], [5, 2]),
+    ([1, 9], [5, 1], [1, 8, 9], [5, 1]),
 )
 def test_words_of_another_request(prompt, response, now, expected):
     assert adapt_response(prompt, response, now) == expected

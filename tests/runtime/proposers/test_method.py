@@ -21,6 +21,7 @@ from jetdraft.runtime.planning.drafting import Drafting
 from jetdraft.runtime.planning.planner import MAX_PROPOSERS, Planner
 from jetdraft.runtime.proposers.drafter_methods import DraftOptions
 from jetdraft.runtime.sampling.verifiers import VERIFIERS
+from tests import cases
 from tests.programs import refused_option
 
 NOTES = Path("notes.npz")
@@ -203,13 +204,11 @@ def test_a_proposer_lives_on_with_its_options(model):
     assert made == [1, 2]
 
 
-@pytest.mark.parametrize(
-    ("error", "words"),
-    [
-        (OptionError("no moon; export it", "method"), "no method 'moon': no moon; "),
-        (OptionError("no moon; export it", ""), "no method 'moon': no moon; export it"),
-        (KeyError("boom"), "method 'moon' failed"),
-    ],
+@cases(
+    "error, words",
+    (OptionError("no moon; export it", "method"), "no method 'moon': no moon; "),
+    (OptionError("no moon; export it", ""), "no method 'moon': no moon; export it"),
+    (KeyError("boom"), "method 'moon' failed"),
     ids=repr,
 )
 def test_a_method_that_cannot_be_made_is_left_out_of_auto(model, error, words):
@@ -332,9 +331,7 @@ def test_a_tree_wider_than_the_passes_of_a_bundle(model, monkeypatch):
         model.stream(**DRAFT, drafting=KARY)
 
 
-@pytest.mark.parametrize(
-    ("tree", "size"), [*((tree, None) for tree in TREES), (WIDE, 15)], ids=str
-)
+@cases("tree, size", *((tree, None) for tree in TREES), (WIDE, 15), ids=str)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_no_tree_changes_the_text(model, tree, size, temperature):
     options = {"temperature": temperature, "seed": 3, "max_new_tokens": 60}

@@ -15,6 +15,7 @@ from jetdraft.runtime.drafts.rows import Kind, Rows
 from jetdraft.runtime.passes.answer import Answer
 from jetdraft.runtime.sampling.chooser import Chooser, Sampling
 from jetdraft.runtime.sampling.verifiers import VERIFIERS
+from tests import cases
 
 P = np.array([0.5, 0.3, 0.15, 0.05])
 Q = np.array([0.4, 0.1, 0.2, 0.3])
@@ -61,14 +62,12 @@ def test_the_chosen_token_follows_p(name, kind, k):
             assert accepted == pytest.approx(best, abs=1e-9)
 
 
-@pytest.mark.parametrize(
-    ("name", "kind", "expected"),
-    [
-        ("recursive", Kind.REPLACED, (0.7, 0.83, 0.847)),
-        ("recursive", Kind.DISTINCT, (0.7, 0.8419642857, 0.881925)),
-        ("k-seq", Kind.REPLACED, (0.7, 0.84, 0.875)),
-        ("greedy-plus-one", Kind.TOP_AND_ONE, (0.7, 0.8666666667, 1.0)),
-    ],
+@cases(
+    "name, kind, expected",
+    ("recursive", Kind.REPLACED, (0.7, 0.83, 0.847)),
+    ("recursive", Kind.DISTINCT, (0.7, 0.8419642857, 0.881925)),
+    ("k-seq", Kind.REPLACED, (0.7, 0.84, 0.875)),
+    ("greedy-plus-one", Kind.TOP_AND_ONE, (0.7, 0.8666666667, 1.0)),
 )
 def test_golden_acceptance(name, kind, expected):
     for k, value in enumerate(expected, start=1):
@@ -255,17 +254,15 @@ def test_chain_parents_and_depths():
     assert rows.drafted == 2
 
 
-@pytest.mark.parametrize(
-    ("rows", "chosen", "path"),
-    [
-        (CHAIN, [6, 7, 9, 1], [0, 1, 2]),
-        (CHAIN, [9, 7, 8, 1], [0]),
-        (CHAIN, [6, 7, 8, 1], [0, 1, 2, 3]),
-        (CHAIN, [1, 7, 8, 9], [0]),
-        (TREE, [7, 1, 8, 4], [0, 2, 3]),
-        (TREE, [6, 1, 8, 4], [0, 1]),
-        (Rows([5, 6, 6], [-1, 0, 0]), [6, 1, 1], [0, 1]),
-    ],
+@cases(
+    "rows, chosen, path",
+    (CHAIN, [6, 7, 9, 1], [0, 1, 2]),
+    (CHAIN, [9, 7, 8, 1], [0]),
+    (CHAIN, [6, 7, 8, 1], [0, 1, 2, 3]),
+    (CHAIN, [1, 7, 8, 9], [0]),
+    (TREE, [7, 1, 8, 4], [0, 2, 3]),
+    (TREE, [6, 1, 8, 4], [0, 1]),
+    (Rows([5, 6, 6], [-1, 0, 0]), [6, 1, 1], [0, 1]),
 )
 def test_the_walk_ends_at_the_first_wrong_token(rows, chosen, path):
     assert rows.walk(chosen) == path

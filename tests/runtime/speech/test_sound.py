@@ -15,7 +15,7 @@ from jetdraft.runtime.speech.sound import (
     read_sound,
     resample,
 )
-from tests import whispers
+from tests import cases, whispers
 from tests.programs import refused_option
 
 T = 100
@@ -80,19 +80,17 @@ def test_floats_are_read(type_, channels, longer):
         read_sound(riff(form(samples, 3), part(b"data", samples.tobytes())))
 
 
-@pytest.mark.parametrize(
+@cases(
     "data",
-    [
-        riff(NOTE, PCM, NOTE, part(b"data", DATA), NOTE),
-        riff(PCM, part(b"data", DATA), size=0),
-        riff(PCM, part(b"data", DATA, 0), size=0),
-        riff(PCM, part(b"data", DATA, FAR), size=FAR),
-        riff(PCM, part(b"data", DATA, 2**31 - 2**12), size=2**31 - 2**12 + 36),
-        riff(long_sizes(len(DATA)), PCM, part(b"data", DATA, FAR), NOTE, kind=b"RF64"),
-        riff(long_sizes(0), PCM, part(b"data", DATA, FAR), kind=b"BW64", size=FAR),
-        riff(long_sizes(2**64 - 1), PCM, part(b"data", DATA, FAR), kind=b"RF64"),
-        riff(part(b"JUNK", bytes(28)), PCM, part(b"data", DATA), kind=b"RF64"),
-    ],
+    riff(NOTE, PCM, NOTE, part(b"data", DATA), NOTE),
+    riff(PCM, part(b"data", DATA), size=0),
+    riff(PCM, part(b"data", DATA, 0), size=0),
+    riff(PCM, part(b"data", DATA, FAR), size=FAR),
+    riff(PCM, part(b"data", DATA, 2**31 - 2**12), size=2**31 - 2**12 + 36),
+    riff(long_sizes(len(DATA)), PCM, part(b"data", DATA, FAR), NOTE, kind=b"RF64"),
+    riff(long_sizes(0), PCM, part(b"data", DATA, FAR), kind=b"BW64", size=FAR),
+    riff(long_sizes(2**64 - 1), PCM, part(b"data", DATA, FAR), kind=b"RF64"),
+    riff(part(b"JUNK", bytes(28)), PCM, part(b"data", DATA), kind=b"RF64"),
     ids=["parts", "no size", "no sizes", "pipe", "sox", "RF64", "BW64", "far", "short"],
 )
 def test_the_sound_is_found(data, tmp_path, recwarn):
@@ -239,18 +237,16 @@ def test_silence_has_no_spectrum():
     assert np.ptp(log_mel(np.zeros(1600, np.float32), 80, 100)) == 0
 
 
-@pytest.mark.parametrize(
-    ("tokens", "spans", "slots"),
-    [
-        # A segment that was cut off is left to the next window.
-        ([T, 5, 6, T + 50, T + 50, 7, 8], [(0, 50, [5, 6])], 50),
-        # A closed window is taken whole.
-        ([T, 5, T + 40, T + 45, 7, T + 90], [(0, 40, [5]), (45, 90, [7])], 1500),
-        # One segment ends at its timestamp, or with the window.
-        ([T, 5, T + 40], [(0, 40, [5])], 1500),
-        ([T, 5], [(0, 1500, [5])], 1500),
-        ([5, 6], [(0, 1500, [5, 6])], 1500),
-    ],
+@cases(
+    "tokens, spans, slots",
+    # A segment that was cut off is left to the next window.
+    ([T, 5, 6, T + 50, T + 50, 7, 8], [(0, 50, [5, 6])], 50),
+    # A closed window is taken whole.
+    ([T, 5, T + 40, T + 45, 7, T + 90], [(0, 40, [5]), (45, 90, [7])], 1500),
+    # One segment ends at its timestamp, or with the window.
+    ([T, 5, T + 40], [(0, 40, [5])], 1500),
+    ([T, 5], [(0, 1500, [5])], 1500),
+    ([5, 6], [(0, 1500, [5, 6])], 1500),
 )
 def test_timestamps_cut_a_window(tokens, spans, slots):
     assert Window.of(tokens, T, 1500) == Window(spans, slots)

@@ -16,6 +16,7 @@ import pytest
 import jetdraft
 from jetdraft.errors import ConstraintError, JetdraftError, OptionError
 from jetdraft.runtime.text import constraint, worker_process
+from tests import cases
 from tests.server.serving import until
 
 # 575 characters that take a process for ever, and all memory.
@@ -149,9 +150,7 @@ def test_a_step_that_takes_too_long_ends_the_text(model, monkeypatch):
     follows(model)
 
 
-@pytest.mark.parametrize(
-    ("seconds", "reason"), [(1.0, "deadline"), (None, "cancelled")]
-)
+@cases("seconds, reason", (1.0, "deadline"), (None, "cancelled"))
 def test_a_step_ends_with_its_text(model, seconds, reason):
     assert model.vocabulary  # the text's time continues while it is read
     stream = model.stream("a", regex="[a-z]{1,50}", max_seconds=seconds)
@@ -304,9 +303,7 @@ def slow_start(monkeypatch):
             os.kill(process, signal.SIGCONT)
 
 
-@pytest.mark.parametrize(
-    ("seconds", "reason"), [(0.3, "deadline"), (None, "cancelled")]
-)
+@cases("seconds, reason", (0.3, "deadline"), (None, "cancelled"))
 def test_the_start_of_the_process_ends_with_its_text(
     model, slow_start, seconds, reason
 ):
