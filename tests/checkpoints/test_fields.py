@@ -35,19 +35,12 @@ from jetdraft.checkpoints.gguf_fields import MODEL_FIELDS as GGUF_MODEL
 from jetdraft.checkpoints.model_reader import load_tokenizer
 from jetdraft.errors import CheckpointError, UnsupportedModelError
 from jetdraft.server.generation_request import GenerationRequest
-from tests import cases, manifests
+from tests import cases, manifests, tiny
 from tests.documents import ROOT
 from tests.ggufs import adding, write_gguf
 from tests.programs import jetdraft as command
 from tests.sources import CONFIGS
 from tests.sources import save as save_source
-from tests.tiny import (
-    drafter_config,
-    exported,
-    llama_config,
-    save_checkpoint,
-    save_tokenizer,
-)
 
 PAGE = ROOT / "docs" / "checkpoints.md"
 TABLES = {
@@ -160,7 +153,7 @@ def test_config_json_is_read_where_generation_config_json_is_missing(tmp_path):
 @pytest.fixture(scope="module")
 def settled(tmp_path_factory):
     folder = tmp_path_factory.mktemp("settled")
-    source = save_checkpoint(folder / "checkpoint", drafter_config())
+    source = tiny.save_checkpoint(folder / "checkpoint", tiny.drafter_config())
     fields = {"do_sample": True, **QWEN, "eos_token_id": [0, 3, 4]}
     (source / FILE).write_text(json.dumps(fields | {"no_repeat_ngram_size": 2}))
     config = json.loads((source / "tokenizer_config.json").read_text())
@@ -168,7 +161,7 @@ def settled(tmp_path_factory):
     (source / "tokenizer_config.json").write_text(json.dumps(config))
     # Tokens that the text has without the settings, so that they change it.
     with pytest.warns(UserWarning, match="passed over: .* no_repeat_ngram_size 2: "):
-        exported(source, folder / "free")
+        tiny.exported(source, folder / "free")
     with jetdraft.load(folder / "free") as model:
         free = model.generate("def", max_new_tokens=20, ignore_eos=True).token_ids
     never = list(dict.fromkeys(free))[:3]
@@ -178,7 +171,7 @@ def settled(tmp_path_factory):
         **{"repetition_penalty": 1.3, "num_beams": 1, "eos_token_id": 0},
     }
     (source / FILE).write_text(json.dumps(fields))
-    exported(source, folder / "bundle")
+    tiny.exported(source, folder / "bundle")
     return source, folder, never
 
 
@@ -273,7 +266,7 @@ def test_stop_texts_of_the_checkpoint_count_unless_a_flag_gives_others(
 
 def trained(folder):
     """A tokenizer as a training leaves it: it cuts to 8 tokens, and pads to 8."""
-    save_tokenizer(folder)
+    tiny.save_tokenizer(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.pad_token = "<|endoftext|>"
     tokenizer(["a", "b"], truncation=True, max_length=8, padding="max_length")
@@ -284,9 +277,9 @@ def trained(folder):
 
 
 def test_truncation_and_padding_of_a_training_are_reset(tmp_path):
-    expected = AutoTokenizer.from_pretrained(save_tokenizer(tmp_path / "plain"))
+    expected = AutoTokenizer.from_pretrained(tiny.save_tokenizer(tmp_path / "plain"))
     source = trained(tmp_path / "trained")
-    save_checkpoint(source, drafter_config(), tokenizer=False)
+    tiny.save_checkpoint(source, tiny.drafter_config(), tokenizer=False)
     found = Tokenizer.from_str(Checkpoint.load(str(source), torch.float32).tokenizer)
     for text in ("def", TEXT):
         assert found.encode(text).ids == expected(text).input_ids
@@ -295,7 +288,7 @@ def test_truncation_and_padding_of_a_training_are_reset(tmp_path):
 @pytest.mark.parametrize("name", TOKENIZER_FIELDS)
 @pytest.mark.filterwarnings("ignore")
 def test_ids_and_texts_are_those_of_transformers(tmp_path, name):
-    save_tokenizer(tmp_path)
+    tiny.save_tokenizer(tmp_path)
     file = tmp_path / "tokenizer_config.json"
     changed = json.loads(file.read_text()) | {name: TOKENIZER_FIELDS[name]}
     file.write_text(json.dumps(changed))
@@ -328,7 +321,7 @@ def test_the_page_has_the_settings_of_every_tokenizer():
     ({}, None),
 )
 def test_settings_that_no_tokenizer_json_has_are_warned_of(tmp_path, field, said):
-    save_checkpoint(tmp_path, drafter_config())
+    tiny.save_checkpoint(tmp_path, tiny.drafter_config())
     file = tmp_path / "tokenizer_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | field))
     found = Checkpoint.load(str(tmp_path), torch.float32).passed_over
@@ -415,7 +408,7 @@ def test_a_temperature_before_the_filters_is_warned_of(tmp_path):
 def test_sampling_and_suppressed_tokens_become_defaults(tmp_path):
     fields = {"general.sampling.temp": 0.5, "general.sampling.min_p": 0.25}
     change = adding(fields | {"tokenizer.ggml.suppress_tokens": [7, 9, 400]})
-    config = llama_config(num_hidden_layers=1)
+    config = tiny.llama_config(num_hidden_layers=1)
     file = write_gguf(tmp_path / "model.gguf", config, change=change)
     assert Checkpoint.load(str(file.path), torch.float32).generation == {
         **{"temperature": 0.5, "top_k": 40, "top_p": 0.95, "min_p": 0.25},
@@ -532,7 +525,7 @@ def test_a_damaged_file_is_refused(tmp_path, text):
 
 
 def test_a_bad_value_is_refused_before_the_model_is_loaded(tmp_path):
-    source = save_checkpoint(tmp_path / "checkpoint", drafter_config())
+    source = tiny.save_checkpoint(tmp_path / "checkpoint", tiny.drafter_config())
     (source / FILE).write_text(json.dumps({"do_sample": True, "temperature": -1}))
     (source / "model.safetensors").unlink()
     with pytest.raises(CheckpointError, match="has temperature -1"):

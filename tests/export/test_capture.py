@@ -11,28 +11,17 @@ from transformers import MistralConfig
 
 import jetdraft
 from jetdraft.bundle import FLAVOURS, Bundle
-from jetdraft.checkpoints.streams import (
-    FORECAST,
-    SHARED,
-    PromptSettings,
-    StreamSettings,
-)
+from jetdraft.checkpoints import streams
 from jetdraft.errors import OptionError, UnsupportedModelError
 from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.methods.chimera.task import ChimeraTask
 from jetdraft.methods.falcon.task import FalconTask
 from jetdraft.methods.glide.task import GlideTask
 from jetdraft.recipe import Recipe
+from tests import tiny
 from tests.programs import assert_refused
 from tests.programs import jetdraft as run
-from tests.tiny import (
-    SIZES,
-    exported,
-    llama_config,
-    save_checkpoint,
-    save_prompts,
-    save_streams,
-)
+from tests.tiny import SIZES, exported, llama_config, save_checkpoint, save_prompts
 from tests.train.periodic import STILL
 from tests.train.periodic import made as training
 from tools.forecast.forecast import forecasts
@@ -49,12 +38,14 @@ READ_ON_HOST = {
 COMPUTED_ON_HOST = {"Cast", "Add", "Sub", "Mul", "Concat", "Gather", "Squeeze"}
 COMPUTED_ON_HOST |= {"Unsqueeze", "Slice", "Reshape"}
 make = onnx.helper.make_node
-STREAMS = StreamSettings(gamma=3, layers=1, lora_rank=4, prune_rank=2)
-PROMPTS = PromptSettings(gamma=3, ranks=((0.5, 0.2), (0.4, 0.2), (0.3, 0.1)))
-FORECASTS = PromptSettings(gamma=3, prefix=4, mode=FORECAST)
+STREAMS = streams.StreamSettings(gamma=3, layers=1, lora_rank=4, prune_rank=2)
+PROMPTS = streams.PromptSettings(gamma=3, ranks=((0.5, 0.2), (0.4, 0.2), (0.3, 0.1)))
+FORECASTS = streams.PromptSettings(gamma=3, prefix=4, mode=streams.FORECAST)
 PROBES = {
-    "streams": partial(save_streams, settings=STREAMS),
-    "shared": partial(save_streams, settings=replace(STREAMS, mode=SHARED)),
+    "streams": partial(tiny.save_streams, settings=STREAMS),
+    "shared": partial(
+        tiny.save_streams, settings=replace(STREAMS, mode=streams.SHARED)
+    ),
     "ppd": partial(save_prompts, settings=PROMPTS),
     "ensemble": partial(save_prompts, settings=replace(PROMPTS, members=2, prefix=2)),
     "forecast": partial(save_prompts, settings=FORECASTS),
@@ -341,8 +332,8 @@ def test_unknown_flavours(folder):
 def streamed(tmp_path_factory):
     folder = tmp_path_factory.mktemp("streams")
     save_checkpoint(folder / "checkpoint", llama_config(num_hidden_layers=LAYERS))
-    settings = StreamSettings(gamma=3, layers=1, lora_rank=4, prune_rank=2)
-    save_streams(folder / "checkpoint", settings)
+    settings = streams.StreamSettings(gamma=3, layers=1, lora_rank=4, prune_rank=2)
+    tiny.save_streams(folder / "checkpoint", settings)
     models = {}
     for flavour in FLAVOURS:
         bundle = exported(folder / "checkpoint", folder / flavour, flavour=flavour)

@@ -25,19 +25,12 @@ from jetdraft.recipe import Recipe
 from jetdraft.runtime.passes.opener import Opener
 from jetdraft.runtime.passes.session import ONE_THREAD
 from jetdraft.testing import toy_bundle
-from tests import cases, manifests, sources
+from tests import cases, manifests, sources, tiny
 from tests.checkpoints.heads.layouts import LAYERS, eagle1, eagle3, write
 from tests.ggufs import write_gguf
 from tests.programs import jetdraft as command
 from tests.programs import succeed
-from tests.tiny import (
-    VOCAB_SIZE,
-    WORDS,
-    exported,
-    llama_config,
-    save_checkpoint,
-    save_tokenizer,
-)
+from tests.tiny import VOCAB_SIZE, WORDS, exported, llama_config, save_checkpoint
 
 COUNT = 120
 TEXT = "the self import range in print def return for " * 30 + "0123456789abcdefgh" * 9
@@ -455,6 +448,6 @@ def test_tokenizers_may_differ_in_what_only_one_has(padded, tmp_path):
     fields["model"]["merges"].reverse()
     file.write_text(json.dumps(fields))
     exported(padded(320), tmp_path / "bundle", drafter=drafter)
-    save_tokenizer(drafter, WORDS[::-1])
+    tiny.save_tokenizer(drafter, WORDS[::-1])
     with pytest.raises(PairError, match=r"token \d+ is '.*', not '.*'; choose"):
         exported(padded(320), tmp_path / "other", drafter=drafter)

@@ -14,15 +14,10 @@ from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.model_reader import check_exportable
 from jetdraft.export.exporter import ExportOptions
 from jetdraft.recipe import Recipe
+from tests import tiny
 from tests.checkpoints.heads.test_mtp import edit
 from tests.programs import python
-from tests.tiny import (
-    SHARING,
-    drafter_config,
-    exported,
-    save_checkpoint,
-    save_tokenizer,
-)
+from tests.tiny import drafter_config, exported, save_checkpoint, save_tokenizer
 
 INT8 = Recipe("int8", 32)
 LARGE_VOCABULARY = 151_936
@@ -64,7 +59,7 @@ def test_generation_config_decides_ends_and_sampling(settled):
 
 @pytest.mark.parametrize("name", ["gemma3n", "gemma4"])
 def test_a_language_model_is_read_alone(name, tmp_path):
-    config, level = SHARING[name](), ("model.", "model.language_model.", 1)
+    config, level = tiny.SHARING[name](), ("model.", "model.language_model.", 1)
     save_checkpoint(tmp_path, config, tokenizer=False)
     alone = Checkpoint.load(str(tmp_path), torch.float32).model.parameters()
     tower = {"model.vision_tower.encoder.layers.99.weight": torch.ones(2)}

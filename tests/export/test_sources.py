@@ -11,17 +11,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSeq2SeqLM
 
 import jetdraft
+from jetdraft import errors
 from jetdraft.bundle import Bundle
 from jetdraft.checkpoints.attention import set_attention
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.heads.head_reader import load_head
-from jetdraft.errors import (
-    BundleError,
-    CheckpointError,
-    JetdraftError,
-    OptionError,
-    UnsupportedModelError,
-)
+from jetdraft.errors import CheckpointError, JetdraftError, UnsupportedModelError
 from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.methods.block.module import embedding_sha256
 from jetdraft.methods.block.task import SourceBlockTask, SourceLesson
@@ -213,7 +208,7 @@ def test_bad_sources_and_pairs_are_refused(family, tmp_path):
     manifest = manifests.read(copy)
     manifest["start_token_ids"] = []
     manifests.write(copy, manifest)
-    with pytest.raises(BundleError, match="begins with tokens"):
+    with pytest.raises(errors.BundleError, match="begins with tokens"):
         Bundle.open(copy)
     if name == "t5":
         return
@@ -387,7 +382,7 @@ def test_greedy_verification_with_one_best_token_is_plain_decoding(made):
         assert wide[0] != walk[0]
         assert wide[1] > walk[1]
     drafting = {"verifier": "tolerant", "top": 1}
-    with pytest.raises(OptionError, match=r"neither the text .* add --no-exact"):
+    with pytest.raises(errors.OptionError, match=r"neither the text .* add --no-exact"):
         model.generate(token_ids=SOURCE, method="block", drafting=drafting)
 
 
@@ -444,7 +439,7 @@ def test_pairs_that_do_not_fit_are_refused(pair, tmp_path):
     other = "is an encoder-decoder, and a head for it is a drafter of"
     refused(target, dflash, UnsupportedModelError, other, output)
     options = ExportOptions(Recipe("none"), capacity=64, max_width=16, draft_vocab=50)
-    with pytest.raises(OptionError, match="leave --draft-vocab out"):
+    with pytest.raises(errors.OptionError, match="leave --draft-vocab out"):
         export(target, output, options=options, head=drafter)
 
 

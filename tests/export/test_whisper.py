@@ -8,12 +8,8 @@ import torch
 from transformers import WhisperForConditionalGeneration
 
 import jetdraft
-from jetdraft.errors import (
-    BundleError,
-    CheckpointError,
-    OptionError,
-    UnsupportedModelError,
-)
+from jetdraft import errors
+from jetdraft.errors import BundleError, CheckpointError, OptionError
 from jetdraft.runtime.speech.sound import log_mel
 from tests import cases, manifests, whispers
 from tests.tiny import exported
@@ -181,7 +177,7 @@ def test_checkpoints_that_lack_something_are_refused(tmp_path):
     with pytest.raises(CheckpointError, match="lacks tokens of speech"):
         exported(bare, tmp_path / "out")
     (bare / "preprocessor_config.json").write_text('{"n_fft": 512}')
-    with pytest.raises(UnsupportedModelError, match="has n_fft 512"):
+    with pytest.raises(errors.UnsupportedModelError, match="has n_fft 512"):
         exported(bare, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

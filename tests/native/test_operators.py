@@ -17,14 +17,8 @@ from jetdraft.native import DOMAIN
 from jetdraft.quant.grids import GRIDS, LAYOUT_VERSION
 from jetdraft.runtime.passes.buffers import run_bound
 from tests import cases
-from tests.native.operators import (
-    Attending,
-    random_matrix,
-    run,
-    run_experts,
-    session,
-    session_of,
-)
+from tests.native import operators
+from tests.native.operators import Attending, random_matrix, run, run_experts, session
 
 SHAPES = ((48, 512), (40, 200), (7, 31))
 SHORT = np.zeros(8, np.uint8)
@@ -375,7 +369,7 @@ class Case:
             for pairs in (kinds, dict.fromkeys(made, TensorProto.FLOAT))
         )
         graph = helper.make_graph([node], name, inputs, outputs)
-        self.sessions = {count: session_of(graph, count) for count in (1, 3)}
+        self.sessions = {count: operators.session_of(graph, count) for count in (1, 3)}
 
     def inputs(self, some, states, counts):
         before, behind = (

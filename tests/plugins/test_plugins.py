@@ -9,17 +9,10 @@ import pytest
 from click.testing import CliRunner
 
 import jetdraft
+from jetdraft import methods
 from jetdraft.cli import main
 from jetdraft.errors import OptionError
-from jetdraft.methods import (
-    OWN,
-    Method,
-    MethodOptions,
-    Proposer,
-    Rows,
-    Traits,
-    registered,
-)
+from jetdraft.methods import OWN, Method, Proposer, Rows, Traits, registered
 from tests.programs import ended
 
 HERE = Path(__file__).parent
@@ -205,7 +198,7 @@ def test_a_token_outside_the_vocabulary_is_refused(toy_model, token):
         toy_model.generate("The robot", method="rootless", num_draft_tokens=2)
 
 
-class Undeclared(MethodOptions):
+class Undeclared(methods.MethodOptions):
     memory: int = 64
 
 

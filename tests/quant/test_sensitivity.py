@@ -22,16 +22,9 @@ from jetdraft.quant.choice import (
 )
 from jetdraft.quant.divergence import Divergence
 from jetdraft.recipe import HEAD, RUNGS, Recipe
-from tests import cases
+from tests import cases, tiny
 from tests.programs import assert_refused, succeed
 from tests.programs import jetdraft as command
-from tests.tiny import (
-    drafter_config,
-    exported,
-    llama_config,
-    save_checkpoint,
-    save_streams,
-)
 from tools.recipes.quality import compare
 
 RECIPE, INT8 = Recipe("int4", 16), Recipe("int8", 16)
@@ -45,7 +38,7 @@ ORT, OURS = "onnxruntime", "jetdraft"
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sensitivity") / "target"
-    save_checkpoint(folder, llama_config())
+    tiny.save_checkpoint(folder, tiny.llama_config())
     (folder.parent / "text.txt").write_text(TEXT[: len(TEXT) // 3])
     return folder
 
@@ -255,12 +248,12 @@ def test_moments_are_those_of_the_inputs(checkpoint, tmp_path):
 
 
 def test_a_model_with_streams_is_calibrated_as_it_is_without(tmp_path):
-    save_checkpoint(tmp_path / "c", llama_config(num_hidden_layers=2))
+    tiny.save_checkpoint(tmp_path / "c", tiny.llama_config(num_hidden_layers=2))
     settings = StreamSettings(gamma=3, layers=1, lora_rank=4, prune_rank=2)
-    save_streams(tmp_path / "c", settings)
+    tiny.save_streams(tmp_path / "c", settings)
     (tmp_path / "text.txt").write_text(TEXT)
     text = tmp_path / "text.txt"
-    exported(tmp_path / "c", tmp_path / "b", "int4-gptq", calibration=text)
+    tiny.exported(tmp_path / "c", tmp_path / "b", "int4-gptq", calibration=text)
     model = jetdraft.load(tmp_path / "b", threads=1)
     plain, drafted = (
         model.generate("def f", method=method, max_new_tokens=40).token_ids
@@ -345,10 +338,10 @@ def test_smaller_blocks_where_eight_bits_are_not_enough(finest):
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ladder")
-    configs = {"target": llama_config(), "drafter": drafter_config()}
+    configs = {"target": tiny.llama_config(), "drafter": tiny.drafter_config()}
     return {
         name: Checkpoint.load(
-            str(save_checkpoint(folder / name, config)), torch.float32
+            str(tiny.save_checkpoint(folder / name, config)), torch.float32
         )
         for name, config in configs.items()
     }

@@ -14,17 +14,8 @@ from jetdraft.runtime.proposers.proposer import Traits
 from jetdraft.runtime.text.codec import TextStream
 from jetdraft.runtime.text.stops import Ending, StopWatcher
 from jetdraft.testing import toy_bundle
-from tests.toy_graphs import (
-    COMMON,
-    GUESSES,
-    IDS,
-    SIZE,
-    WIDTH,
-    streamed_bundle,
-    toy_block,
-    toy_eagle,
-    write_toy,
-)
+from tests import toy_graphs
+from tests.toy_graphs import COMMON, GUESSES, IDS, SIZE, WIDTH, toy_block, toy_eagle
 
 GLIDE = StepContract(**COMMON, reads=((0, 1, SIZE),))
 CHIMERA = StepContract(
@@ -41,7 +32,9 @@ def handmade(folder: Path, method: str, guesses: Any = GUESSES) -> None:
     if method == "eagle":
         toy_eagle(folder, guesses)
     elif method in ("glide", "chimera"):
-        write_toy(folder, {"glide": GLIDE, "chimera": CHIMERA}[method], guesses)
+        toy_graphs.write_toy(
+            folder, {"glide": GLIDE, "chimera": CHIMERA}[method], guesses
+        )
     else:
         toy_block(folder, method, guesses)
 
@@ -106,7 +99,7 @@ MAKE: dict[str, Callable[[Path, str], Any]] = {
     **dict.fromkeys(("kangaroo", "falcon", "select", "medusa"), _exported),
     **dict.fromkeys(("ppd", "forecast"), _exported),
     "block": _encoder_decoder,
-    "stream": lambda folder, method: streamed_bundle(folder),
+    "stream": lambda folder, method: toy_graphs.streamed_bundle(folder),
 }
 """How the bundle of each method is made."""
 

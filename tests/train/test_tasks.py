@@ -13,14 +13,9 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from jetdraft import errors
 from jetdraft.checkpoints.streams import StreamSettings
-from jetdraft.errors import (
-    CheckpointError,
-    DataError,
-    OptionError,
-    OutputError,
-    TrainingError,
-)
+from jetdraft.errors import CheckpointError, OptionError, OutputError, TrainingError
 from jetdraft.export.exporter import export
 from jetdraft.methods.block.task import SourceBlockSettings, SourceBlockTask
 from jetdraft.methods.chimera.task import ChimeraTask
@@ -361,7 +356,9 @@ def test_an_empty_completion_is_one_line(tmp_path):
     data.write_text('{"prompt": "for self in range", "completion": ""}')
     for regenerate in (False, True):
         settings = EagleSettings(regenerate=regenerate)
-        with pytest.raises(DataError, match=r"line 1 of .* has an empty completion"):
+        with pytest.raises(
+            errors.DataError, match=r"line 1 of .* has an empty completion"
+        ):
             made(EagleTask, str(folder), tmp_path / "o", [data], settings, OPTIONS)
 
 

@@ -11,15 +11,7 @@ import jetdraft
 from jetdraft.bundle import Bundle
 from jetdraft.errors import OptionError, StoreError
 from jetdraft.learning import lessons
-from jetdraft.learning.lessons import (
-    CANDIDATES,
-    EARLY_TOKENS,
-    LESSONS_FILE,
-    VERDICT_TOKENS,
-    Choice,
-    Lessons,
-    drafter_sha256,
-)
+from jetdraft.learning.lessons import EARLY_TOKENS, VERDICT_TOKENS, Choice, Lessons
 from tests.toy_drafter import arrays_of, choose, put_on_trial, random_arrays
 
 PROMPTS = ("The robot sees", "A man likes", "Hello", "Sue finds a", "The cat", "Go")
@@ -87,7 +79,7 @@ def test_wrong_places_are_where_the_target_spoke(toy, tmp_path, tree, exact):
         share = result.stats.by_method["draft"]
         wrong = share.evaluated_tokens - share.accepted_tokens
         assert abs(len(lesson.places) - wrong) <= 1, "the last may be beyond the limit"
-        assert lesson.ids.shape == (len(lesson.places), CANDIDATES)
+        assert lesson.ids.shape == (len(lesson.places), lessons.CANDIDATES)
         for place, ids, logits in zip(
             lesson.places, lesson.ids, lesson.logits, strict=True
         ):
@@ -158,7 +150,7 @@ def test_bad_weights_are_taken_back(toy, tmp_path, plain, caplog):
 def test_a_swap_computes_the_drafters_buffers_again(toy, tmp_path):
     arrays, prompt = random_arrays(toy, 3), "The robot sees"
     name = put_on_trial(tmp_path / "new", toy, arrays)
-    choice = Choice(name, None, drafter_sha256(Bundle.open(toy)))
+    choice = Choice(name, None, lessons.drafter_sha256(Bundle.open(toy)))
     choose(tmp_path / "new", choice)
     with load(toy, tmp_path / "new") as model:
         fresh = model.generate(prompt, **DRAFTED).stats.to_json()
@@ -196,7 +188,7 @@ def test_a_trial_against_itself_is_none(toy, tmp_path, plain):
     """Nobody writes such a choice, but it must not end a text."""
     with load(toy, tmp_path) as model:
         name = put_on_trial(tmp_path, toy, random_arrays(toy))
-        choose(tmp_path, Choice(name, name, drafter_sha256(Bundle.open(toy))))
+        choose(tmp_path, Choice(name, name, lessons.drafter_sha256(Bundle.open(toy))))
         rounds(model, EARLY_TOKENS, plain)
         assert model.parts.learning.weights._name == name
 
@@ -204,10 +196,13 @@ def test_a_trial_against_itself_is_none(toy, tmp_path, plain):
 def test_poisoned_lessons_change_no_text(toy, tmp_path, plain):
     with load(toy, tmp_path) as model:
         rounds(model, 20, plain)
-        with closing(sqlite3.connect(tmp_path / LESSONS_FILE)) as database, database:
+        with (
+            closing(sqlite3.connect(tmp_path / lessons.LESSONS_FILE)) as database,
+            database,
+        ):
             database.execute("update lessons set ids = ?, tokens = 'x'", (b"x" * 7,))
         rounds(model, 20, plain)
-        (tmp_path / LESSONS_FILE).write_bytes(b"\x00\xff" * 5000)
+        (tmp_path / lessons.LESSONS_FILE).write_bytes(b"\x00\xff" * 5000)
         with pytest.warns(UserWarning, match="could not be kept"):
             rounds(model, 20, plain)
 

@@ -5,13 +5,8 @@ import numpy as np
 import pytest
 
 from jetdraft.methods import Method, Proposer, Rows, Traits, registered
-from jetdraft.methods.cascade.method import (
-    REVIEWED,
-    CascadeProposer,
-    Trial,
-    Trust,
-    _as_trials,
-)
+from jetdraft.methods.cascade import method
+from jetdraft.methods.cascade.method import REVIEWED, Trial, Trust, _as_trials
 from jetdraft.runtime.drafters.draft_cache import DraftCache
 from jetdraft.runtime.drafts.rows import gapless_length
 from jetdraft.runtime.passes.graph import Graph
@@ -56,7 +51,7 @@ def alone(model, count, sampling=Sampling()):  # noqa: B008
 
 def cascade_of(model, truth, right, match=1, sampling=Sampling()):  # noqa: B008
     below = Told([*PROMPT, *truth], right, match)
-    cascade = CascadeProposer(DraftCache(graph(model)), below)
+    cascade = method.CascadeProposer(DraftCache(graph(model)), below)
     cascade.begin(PROMPT, Chooser(sampling))
     return cascade, below.truth
 

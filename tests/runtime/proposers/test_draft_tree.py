@@ -10,13 +10,8 @@ from jetdraft.methods import Method, Rows, methods, registered
 from jetdraft.runtime.passes.answer import Answer
 from jetdraft.runtime.passes.graph import Graph
 from jetdraft.runtime.passes.session import StepSessions, open_session
-from jetdraft.runtime.proposers.model_proposer import (
-    REPEATS,
-    AcceptanceHead,
-    DraftStop,
-    confidence,
-    make_draft_stop,
-)
+from jetdraft.runtime.proposers import model_proposer
+from jetdraft.runtime.proposers.model_proposer import AcceptanceHead, confidence
 from jetdraft.runtime.sampling.chooser import Chooser, Sampling
 from jetdraft.runtime.sampling.verifiers import VERIFIERS
 from jetdraft.testing import toy_bundle
@@ -273,7 +268,7 @@ def sure(probability, hidden=None):
     [(False, 0.6, (0.7, 0.61, 0.59)), (True, 0.5, (0.8, 0.8, 0.7))],
 )
 def test_confidence_of_the_last_token_or_of_all(product, threshold, rates):
-    rule = DraftStop(confidence, threshold, product)
+    rule = model_proposer.DraftStop(confidence, threshold, product)
     for _ in range(2):
         rule.begin()
         assert [rule.ends_draft(sure(rate)) for rate in rates] == [False, False, True]
@@ -286,7 +281,7 @@ def constant_head(bias, size=3):
 
 def test_a_head_multiplies_its_rates():
     """Rates of one half: after two tokens a rejection is likelier than 0.7."""
-    rule = DraftStop(constant_head(0.0).rate_after, 1.0 - 0.7)
+    rule = model_proposer.DraftStop(constant_head(0.0).rate_after, 1.0 - 0.7)
     rule.begin()
     hidden = np.ones((1, 3), np.float32)
     assert [rule.ends_draft(sure(0.5, hidden)) for _ in range(2)] == [False, True]
@@ -299,7 +294,7 @@ def test_a_rate_is_that_of_the_written_formula():
     )
     head = AcceptanceHead(block, out, np.float32(0.3), np.float32(0.5))
     y = 0.5 * x.astype(float)
-    for _ in range(REPEATS):
+    for _ in range(model_proposer.REPEATS):
         z = block @ y
         y = y + z * (1 / (1 + np.exp(-z)))
     assert head.rate(x) == pytest.approx(1 / (1 + np.exp(-(out @ y + 0.3))), abs=1e-5)
@@ -344,9 +339,9 @@ def test_rules_do_not_outlive_their_generation(model):
 @pytest.mark.parametrize("rule", ["confidence", "product", "learned"])
 def test_a_rule_without_a_drafter_is_refused(bundle, rule):
     with jetdraft.load(bundle, threads=1, drafter_provider="off") as model:
-        assert make_draft_stop(None, None, model.parts) is None
+        assert model_proposer.make_draft_stop(None, None, model.parts) is None
         with pytest.raises(DraftingError, match="needs a drafter"):
-            make_draft_stop(rule, None, model.parts)
+            model_proposer.make_draft_stop(rule, None, model.parts)
 
 
 def test_a_head_of_another_bundle_is_refused(tmp_path):

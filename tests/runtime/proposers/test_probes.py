@@ -7,13 +7,8 @@ import pytest
 import torch
 
 import jetdraft
+from jetdraft.checkpoints import streams
 from jetdraft.checkpoints.checkpoint import Checkpoint
-from jetdraft.checkpoints.streams import (
-    FORECAST,
-    LOSSLESS,
-    PromptSettings,
-    StreamSettings,
-)
 from jetdraft.errors import BundleError, OptionError
 from jetdraft.methods.ppd import method as ppd
 from jetdraft.methods.ppd.method import PromptProposer
@@ -27,23 +22,18 @@ from jetdraft.runtime.proposers.proposer import Seen
 from jetdraft.runtime.sampling.chooser import Chooser, Sampling
 from jetdraft.train.attention import IMPLEMENTATION
 from jetdraft.train.prompts import prompt_logits
-from tests.tiny import (
-    exported,
-    llama_config,
-    save_checkpoint,
-    save_prompts,
-    save_streams,
-)
+from tests import tiny
+from tests.tiny import exported, llama_config, save_checkpoint, save_streams
 
 TREE = {"tree": "k-ary", "branching": [2, 2, 2]}
 RANKS = ((0.5, 0.2, 0.1), (0.4, 0.2, 0.1), (0.3, 0.1, 0.1))
 SETTINGS = {
     # One layer with streams above two without: halves of different sizes.
-    "stream": StreamSettings(
-        gamma=3, layers=1, lora_rank=4, prune_rank=2, mode=LOSSLESS
+    "stream": streams.StreamSettings(
+        gamma=3, layers=1, lora_rank=4, prune_rank=2, mode=streams.LOSSLESS
     ),
-    "ppd": PromptSettings(gamma=3, ranks=RANKS),
-    "forecast": PromptSettings(gamma=4, prefix=5, mode=FORECAST),
+    "ppd": streams.PromptSettings(gamma=3, ranks=RANKS),
+    "forecast": streams.PromptSettings(gamma=4, prefix=5, mode=streams.FORECAST),
 }
 PROMPT = np.random.default_rng(8).integers(0, 288, 20).tolist()
 WAYS = [
@@ -69,7 +59,7 @@ def models(tmp_path_factory):
             folder = tmp_path_factory.mktemp(kind or "base")
             save_checkpoint(folder / "c", llama_config())
             if kind:
-                save = save_streams if kind == "stream" else save_prompts
+                save = save_streams if kind == "stream" else tiny.save_prompts
                 save(folder / "c", replace(SETTINGS[kind], **changes), seed)
             recipe = f"int4-b{size}" if size else "none"
             sizes = {"capacity": 256, "max_width": 64}

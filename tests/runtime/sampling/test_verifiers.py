@@ -4,13 +4,8 @@ import numpy as np
 import pytest
 
 from jetdraft.errors import OptionError
-from jetdraft.runtime.drafts.noise import (
-    BLOCK,
-    Distribution,
-    exponentials,
-    exponentials_below,
-    gumbel,
-)
+from jetdraft.runtime.drafts import noise
+from jetdraft.runtime.drafts.noise import BLOCK, Distribution, exponentials, gumbel
 from jetdraft.runtime.drafts.rows import Kind, Rows
 from jetdraft.runtime.passes.answer import Answer
 from jetdraft.runtime.sampling.chooser import Chooser, Sampling
@@ -377,7 +372,9 @@ def test_quiet_tokens_are_those_below_the_limit(vocab_size, most):
     positions = POSITIONS[:50]
     values = exponentials(3, positions, np.arange(vocab_size)[None])
     limits = np.full(50, most)
-    rows, ids, quiets = exponentials_below(3, positions.ravel(), vocab_size, limits)
+    rows, ids, quiets = noise.exponentials_below(
+        3, positions.ravel(), vocab_size, limits
+    )
     assert list(zip(rows, ids, strict=True)) == list(
         zip(*np.nonzero(values < most), strict=True)
     )

@@ -7,14 +7,9 @@ import pytest
 from transformers import WhisperFeatureExtractor
 
 from jetdraft.errors import OptionError
+from jetdraft.runtime.speech import sound
 from jetdraft.runtime.speech.segments import Segment, Window, srt, vtt
-from jetdraft.runtime.speech.sound import (
-    MAX_SECONDS,
-    check_sound,
-    log_mel,
-    read_sound,
-    resample,
-)
+from jetdraft.runtime.speech.sound import MAX_SECONDS, log_mel, read_sound, resample
 from tests import cases, whispers
 from tests.programs import refused_option
 
@@ -216,7 +211,7 @@ def test_long_sounds_and_wrong_arrays_are_refused(tmp_path):
         read_sound(slow)
     for wrong in ([[0.0]], [1, 2], np.full(1600, np.nan), "abc"):
         with pytest.raises(OptionError, match="a sound is a WAV file"):
-            check_sound(wrong)
+            sound.check_sound(wrong)
     for place, fact in (tmp_path, "is a folder"), (tmp_path / "a.wav", "no file"):
         with pytest.raises(OptionError, match=fact):
             read_sound(place)

@@ -8,35 +8,20 @@ import torch
 import torch.nn.functional as F
 
 import jetdraft
+from jetdraft import errors
 from jetdraft.bundle import Bundle
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.heads.head_reader import load_head
 from jetdraft.checkpoints.parameters import store_weights_in
 from jetdraft.devices.detection import Rail
 from jetdraft.devices.providers import PROVIDERS
-from jetdraft.errors import (
-    CheckpointError,
-    DataError,
-    DeviceError,
-    OptionError,
-    PairError,
-    TrainingError,
-)
 from jetdraft.export.drafters import drafter_arrays, head_arrays
 from jetdraft.learning.lessons import VERDICT_TOKENS, Lesson, WeightSets, drafter_sha256
 from jetdraft.methods.eagle.task import EagleSettings, EagleTask
 from jetdraft.runtime.passes.opener import Opener
 from jetdraft.runtime.passes.session import ONE_THREAD
 from jetdraft.train import learning as module
-from jetdraft.train.learning import (
-    LOOK_SECONDS,
-    Background,
-    Learned,
-    Pace,
-    UseOptions,
-    UseTraining,
-    publish,
-)
+from jetdraft.train.learning import Learned, Pace, UseOptions, UseTraining, publish
 from jetdraft.train.students import UNROLLED_STEPS, Missed, load_student
 from jetdraft.train.task import TrainingOptions
 from tests.devices.trees import POWER, write
@@ -88,9 +73,9 @@ def test_a_drafter_of_another_padding_learns(tmp_path, rows):
 
 def test_another_checkpoint_is_refused(toy, tmp_path):
     other = save_checkpoint(tmp_path / "other", drafter_config())
-    with pytest.raises(PairError, match="does not have the form"):
+    with pytest.raises(errors.PairError, match="does not have the form"):
         load_student(Bundle.open(toy), str(other))
-    with pytest.raises(CheckpointError, match="no checkpoint at"):
+    with pytest.raises(errors.CheckpointError, match="no checkpoint at"):
         load_student(Bundle.open(toy), str(tmp_path / "no"))
 
 
@@ -149,7 +134,7 @@ def lesson(place=3, best=9, count=12):
 def test_too_little_to_learn_from(toy, drafter, tmp_path):
     training = UseTraining(load_student(Bundle.open(toy), str(drafter)), tmp_path)
     training.lessons.add(lesson())
-    with pytest.raises(DataError, match="there are 1 wrong places"):
+    with pytest.raises(errors.DataError, match="there are 1 wrong places"):
         training.run(Pace())
 
 
@@ -163,7 +148,7 @@ def test_a_loss_that_is_no_number_publishes_nothing(
     monkeypatch.setattr(
         "jetdraft.train.students.compare_missed", lambda *state: nothing
     )
-    with pytest.raises(TrainingError, match="nothing was published"):
+    with pytest.raises(errors.TrainingError, match="nothing was published"):
         training.run(Pace())
     assert training.sets.read_choice().name == ""
 
@@ -247,11 +232,11 @@ def test_the_background_trains_when_there_is_enough(monkeypatch):
         if len(naps) == 8:
             Choice.before = None  # judged
 
-    Background(Training(), pace, said.append, nap).run(results.append)
+    module.Background(Training(), pace, said.append, nap).run(results.append)
     few = "there are fewer than 3 new wrong places to learn from"
     assert said == [few, "the learned set 5e7 is on trial until a model has used it"]
     assert [learned.places for learned in results] == [3, 8]
-    assert set(naps) == {LOOK_SECONDS}
+    assert set(naps) == {module.LOOK_SECONDS}
 
 
 class Clock:
@@ -295,7 +280,7 @@ def test_it_waits_while_the_board_is_hot(clock, tmp_path, monkeypatch):
 
 
 def test_a_machine_must_tell_its_power(tmp_path):
-    with pytest.raises(DeviceError, match="no power monitors"):
+    with pytest.raises(errors.DeviceError, match="no power monitors"):
         Pace(watts=10.0, root=tmp_path)
 
 
@@ -371,14 +356,14 @@ def test_it_learns_and_the_text_stays(world):
 
 def test_what_it_needs(world, target):
     bundle = Bundle.open(world / "bundle")
-    with pytest.raises(CheckpointError, match=r"name it with --target"):
+    with pytest.raises(errors.CheckpointError, match=r"name it with --target"):
         load_student(bundle, target=str(world / "no"))
-    with pytest.raises(CheckpointError, match=r"name it with --from"):
+    with pytest.raises(errors.CheckpointError, match=r"name it with --from"):
         load_student(bundle, str(world / "no"))
-    with pytest.raises(CheckpointError):
+    with pytest.raises(errors.CheckpointError):
         load_student(bundle, target)
     graphs = {name: graph for name, graph in bundle.graphs.items() if name == "target"}
-    with pytest.raises(OptionError, match="only a drafter model, or a head"):
+    with pytest.raises(errors.OptionError, match="only a drafter model, or a head"):
         load_student(replace(bundle, graphs=graphs))
 
 
