@@ -16,19 +16,9 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBas
 
 import jetdraft
 from jetdraft.bundle import Bundle
+from jetdraft.checkpoints import defaults as module
 from jetdraft.checkpoints.checkpoint import Checkpoint
-from jetdraft.checkpoints.defaults import (
-    FILE,
-    GENERATION_FIELDS,
-    REFUSED,
-    SAMPLING_FIELDS,
-    SOURCE_FIELDS,
-    SPEECH_FIELDS,
-    WARNED,
-    GenerationFields,
-    find_rule,
-    rules_by_name,
-)
+from jetdraft.checkpoints.defaults import FILE, WARNED, GenerationFields, rules_by_name
 from jetdraft.checkpoints.gguf import GgufFile
 from jetdraft.checkpoints.gguf_fields import FILE_FIELDS as GGUF_FILE
 from jetdraft.checkpoints.gguf_fields import MODEL_FIELDS as GGUF_MODEL
@@ -44,10 +34,10 @@ from tests.sources import save as save_source
 
 PAGE = ROOT / "docs" / "checkpoints.md"
 TABLES = {
-    "generation_config.json": GENERATION_FIELDS,
-    "with `do_sample`": SAMPLING_FIELDS,
-    "of an encoder-decoder": SOURCE_FIELDS,
-    "of a model that hears": SPEECH_FIELDS,
+    "generation_config.json": module.GENERATION_FIELDS,
+    "with `do_sample`": module.SAMPLING_FIELDS,
+    "of an encoder-decoder": module.SOURCE_FIELDS,
+    "of a model that hears": module.SPEECH_FIELDS,
     "GGUF, behind the name of the architecture": GGUF_MODEL,
     "GGUF": GGUF_FILE,
 }
@@ -94,7 +84,7 @@ def test_the_page_has_all_rows(head):
 
 
 def test_every_field_of_transformers_has_a_row():
-    rows, config = rules_by_name(GENERATION_FIELDS), GenerationConfig()
+    rows, config = rules_by_name(module.GENERATION_FIELDS), GenerationConfig()
     documented = re.findall(r"^ +(\w+) ?\(`", inspect.getdoc(GenerationConfig), re.M)
     assert len(documented) > 50
     names = {*vars(config), *config.to_dict(), *documented}
@@ -132,7 +122,7 @@ def test_what_is_not_honoured_is_warned_of_by_name(tmp_path, name):
 
 
 def test_all_names_are_tried_above():
-    rows = rules_by_name(GENERATION_FIELDS, SAMPLING_FIELDS)
+    rows = rules_by_name(module.GENERATION_FIELDS, module.SAMPLING_FIELDS)
     assert WARNED_OF.keys() == {n for n, row in rows.items() if row.fate == WARNED}
 
 
@@ -341,7 +331,7 @@ def test_every_key_of_llama_cpp_has_a_row():
     assert len(found) > 200
     for key in found:
         own = key.removeprefix("{arch}.")
-        assert find_rule(own, file if own == key else model), (
+        assert module.find_rule(own, file if own == key else model), (
             f"name {key} in gguf_fields"
         )
 
@@ -370,7 +360,7 @@ def read(path, fields, family="llama"):
 def refused_keys():
     for rows, prefix in ((GGUF_MODEL, "llama."), (GGUF_FILE, "")):
         for row in rows:
-            if row.fate == REFUSED:
+            if row.fate == module.REFUSED:
                 yield from ((prefix + name, row) for name in row.names.split())
 
 

@@ -8,15 +8,8 @@ import httpx
 import pytest
 from openai import BaseModel
 from openai.types import Completion, CompletionChoice, CompletionUsage, Model
+from openai.types import chat as module
 from openai.types.audio import Transcription, TranscriptionSegment, TranscriptionVerbose
-from openai.types.chat import (
-    ChatCompletion,
-    ChatCompletionChunk,
-    ChatCompletionMessage,
-    ChatCompletionTokenLogprob,
-    chat_completion,
-    chat_completion_chunk,
-)
 from openai.types.chat.chat_completion_token_logprob import TopLogprob
 from openai.types.completion_choice import Logprobs
 from openai.types.completion_usage import CompletionTokensDetails, PromptTokensDetails
@@ -36,17 +29,17 @@ from tests.server.test_api import HELLO, PROMPT, READ_SENSOR
 WHOLE = "id choices created model object system_fingerprint "
 TOKEN = "token logprob bytes "
 ALWAYS = {
-    ChatCompletion: WHOLE + "service_tier usage",
-    chat_completion.Choice: "finish_reason index message logprobs",
-    chat_completion.ChoiceLogprobs: "content refusal",
-    ChatCompletionMessage: "role content refusal",
-    ChatCompletionTokenLogprob: TOKEN + "top_logprobs",
+    module.ChatCompletion: WHOLE + "service_tier usage",
+    module.chat_completion.Choice: "finish_reason index message logprobs",
+    module.chat_completion.ChoiceLogprobs: "content refusal",
+    module.ChatCompletionMessage: "role content refusal",
+    module.ChatCompletionTokenLogprob: TOKEN + "top_logprobs",
     TopLogprob: TOKEN,
-    ChatCompletionChunk: WHOLE + "service_tier",
-    chat_completion_chunk.Choice: "delta finish_reason index logprobs",
-    chat_completion_chunk.ChoiceLogprobs: "content refusal",
-    chat_completion_chunk.ChoiceDeltaToolCall: "index function",
-    chat_completion_chunk.ChoiceDeltaToolCallFunction: "arguments",
+    module.ChatCompletionChunk: WHOLE + "service_tier",
+    module.chat_completion_chunk.Choice: "delta finish_reason index logprobs",
+    module.chat_completion_chunk.ChoiceLogprobs: "content refusal",
+    module.chat_completion_chunk.ChoiceDeltaToolCall: "index function",
+    module.chat_completion_chunk.ChoiceDeltaToolCallFunction: "arguments",
     Completion: WHOLE,
     CompletionChoice: "finish_reason index logprobs text",
     Logprobs: "text_offset token_logprobs tokens top_logprobs",
@@ -134,7 +127,7 @@ def streamed(address, path, body, usage: bool) -> list[dict]:
 def test_a_chat(address, case):
     body = {"messages": HELLO, **CHATS[case]}
     whole = post(address, "chat/completions", body)
-    answer = checked(ChatCompletion, whole, ours_of(body))
+    answer = checked(module.ChatCompletion, whole, ours_of(body))
     (choice,) = answer.choices
     calls = choice.message.tool_calls or []
     assert bool(calls) == ("tools" in body) == (choice.finish_reason == "tool_calls")
@@ -151,7 +144,7 @@ def test_a_streamed_chat(address, case, usage):
     body = {"messages": HELLO, **CHATS[case]}
     whole = post(address, "chat/completions", body)["choices"][0]
     chunks = [
-        checked(ChatCompletionChunk, chunk, ours_of(body))
+        checked(module.ChatCompletionChunk, chunk, ours_of(body))
         for chunk in streamed(address, "chat/completions", body, usage)
     ]
     head = {(c.id, c.created, c.model, c.system_fingerprint) for c in chunks}

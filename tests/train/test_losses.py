@@ -14,17 +14,10 @@ from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.streams import SHARED, StreamSettings
 from jetdraft.learning.lessons import Lesson
 from jetdraft.methods.stream.task import STREAM_WEIGHT, StreamTask, compute_losses
+from jetdraft.train import labels as module
 from jetdraft.train.attention import IMPLEMENTATION
 from jetdraft.train.data import IGNORED, Example, collate
-from jetdraft.train.labels import (
-    DIVERGENCES,
-    JENSEN_SHANNON,
-    PREDICTED_TOKENS,
-    Labels,
-    add_rest,
-    rates_by_place,
-    tokens_per_pass,
-)
+from jetdraft.train.labels import DIVERGENCES, PREDICTED_TOKENS, Labels, rates_by_place
 from jetdraft.train.students import LessonBatch, compare_missed
 from jetdraft.train.teacher import logits_at
 from tests.tiny import llama_config, save_checkpoint, save_streams
@@ -168,7 +161,7 @@ def test_its_gradients_are_those_of_finite_differences(name):
 def test_jensen_shannon_goes_from_one_divergence_to_the_other():
     """For a small beta it is beta times the forward KL; for a large one, the other."""
     wanted, got = pair()
-    js = DIVERGENCES[JENSEN_SHANNON]
+    js = DIVERGENCES[module.JENSEN_SHANNON]
     for beta, other in ((1e-6, "forward-kl"), (1 - 1e-6, "reverse-kl")):
         small = min(beta, 1 - beta)
         expected = DIVERGENCES[other](wanted, got, 0.0)
@@ -197,7 +190,10 @@ def test_the_likeliest_tokens_and_the_rest_are_a_bound(name):
     for kept in (1, 4, 8):
         best = wanted.topk(kept, dim=-1)
         labels = Labels(
-            add_rest(best.values), torch.ones(6), torch.ones(6).bool(), best.indices
+            module.add_rest(best.values),
+            torch.ones(6),
+            torch.ones(6).bool(),
+            best.indices,
         )
         bound = DIVERGENCES[name](labels.wanted, labels.binned(got), 0.5)
         assert (bound > before - 1e-9).all()
@@ -217,7 +213,7 @@ def test_drafts_by_place_are_counted_from_every_place():
     expected = [a / r for a, r in zip(accepted, reached, strict=True)]
     assert rates_by_place(texts) == pytest.approx(expected, abs=1e-4)
     assert rates_by_place([torch.tensor([1.0, 0.5, 1.0])]) == [0.8333, 0.6667, 1.0, 0.0]
-    assert tokens_per_pass([0.5, 0.5]) == 1.75
+    assert module.tokens_per_pass([0.5, 0.5]) == 1.75
 
 
 def lesson(tokens, places, ids, logits):

@@ -13,13 +13,9 @@ import jetdraft
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.heads.head_reader import load_head
 from jetdraft.errors import DataError, OptionError, UnsupportedModelError
+from jetdraft.methods.block import task as module
 from jetdraft.methods.block.module import SourceDrafter, source_config, spread_layers
-from jetdraft.methods.block.task import (
-    SourceBatch,
-    SourceBlockSettings,
-    SourceBlockTask,
-    make_source_lesson,
-)
+from jetdraft.methods.block.task import SourceBatch, SourceBlockTask, make_source_lesson
 from jetdraft.methods.dflash.task import DFlashTask
 from jetdraft.methods.diffusion.task import DiffusionTask
 from jetdraft.methods.draft.task import ModelTask
@@ -38,7 +34,7 @@ QUICK = TrainingOptions(steps=4, batch_size=4, sequence_length=64, validate_ever
 LONGER = replace(
     QUICK, steps=500, learning_rate=3e-3, validate_every=500, validation_share=0.2
 )
-SETTINGS = SourceBlockSettings(layers=1, block_rows=SLOTS, anchors=8)
+SETTINGS = module.SourceBlockSettings(layers=1, block_rows=SLOTS, anchors=8)
 SOURCES = [f" {word} {other}" for word in WORDS[:4] for other in WORDS[4:6]]
 LINES = {
     source: " " + " ".join(random.Random(source).choices(WORDS, k=14))

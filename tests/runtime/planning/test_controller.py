@@ -5,11 +5,8 @@ import pytest
 from jetdraft.runtime.drafts.rows import Probing
 from jetdraft.runtime.measured.cost_model import Curve
 from jetdraft.runtime.measured.stats import Acceptance, Round
-from jetdraft.runtime.planning.controller import (
-    NO_DRAFT,
-    AdaptiveController,
-    FixedController,
-)
+from jetdraft.runtime.planning import controller as module
+from jetdraft.runtime.planning.controller import NO_DRAFT, AdaptiveController
 from jetdraft.runtime.proposers.lookup import LookupProposer
 from jetdraft.runtime.proposers.proposer import Traits
 from tests import cases
@@ -45,11 +42,11 @@ def adaptive(slope=0.1, draft_ms=0.05, widths=WIDTHS):
 
 def test_fixed_keeps_its_length_and_respects_room():
     proposer = Named("draft")
-    fixed = FixedController(proposer, 4)
+    fixed = module.FixedController(proposer, 4)
     assert fixed.assign(10, {}).budget == 4
     assert fixed.assign(2, {}).budget == 2
     assert fixed.assign(10, {proposer: 0}) == NO_DRAFT
-    assert FixedController(None, 0).assign(10, {}) == NO_DRAFT
+    assert module.FixedController(None, 0).assign(10, {}) == NO_DRAFT
 
 
 def test_good_drafts_get_longer():
@@ -211,11 +208,11 @@ def streaming(probe, slope=0.0, rate=0.9, others=()):
 
 def test_fixed_streams_are_carried_whether_or_not_there_is_a_draft():
     proposer = Streaming()
-    fixed = FixedController(proposer, 3)
+    fixed = module.FixedController(proposer, 3)
     assert fixed.assign(10, {}).probing == Probing(3)
     nothing = fixed.assign(10, {proposer: 0})
     assert (nothing.proposer, nothing.probing) == (None, Probing(3))
-    assert FixedController(Named("draft"), 3).assign(10, {}).probing == Probing()
+    assert module.FixedController(Named("draft"), 3).assign(10, {}).probing == Probing()
 
 
 def test_free_probes_go_to_every_row_and_dear_probes_to_the_last_or_to_none():
