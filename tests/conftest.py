@@ -19,20 +19,16 @@ from accelerate.state import AcceleratorState
 from torch.onnx._internal.exporter._registration import ONNXRegistry
 
 import jetdraft
+from jetdraft import manifest, recipe, testing
 from jetdraft.export import exporter, tracer
 from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.export.graphs import Job
 from jetdraft.export.tracer import KeptTraces
 from jetdraft.files import locked
-from jetdraft.manifest import GraphEntry
-from jetdraft.recipe import Recipe
 from jetdraft.runtime.measured import survey
-from jetdraft.testing import toy_bundle
 from tests import whispers
 from tests.tiny import drafter_config, llama_config, save_checkpoint
-from tools.forecast.forecast import graph_forecasts
-from tools.forecast.graph_view import SMALL
-from tools.forecast.kernel_table import TABLES
+from tools.forecast import forecast, graph_view, kernel_table
 
 # pytest would keep all that torch logs in a trace, as this logger does not propagate.
 logging.getLogger("torch.__trace").propagate = True
@@ -125,15 +121,15 @@ def forecasts_of_all_exports() -> Iterator[None]:
     """Forecast every graph that a test exports, for every provider with a table."""
     write, seen = exporter.write_graphs, set[tuple[bytes, ...]]()
 
-    def write_and_forecast(job: Job, entry: GraphEntry) -> GraphEntry:
+    def write_and_forecast(job: Job, entry: manifest.GraphEntry) -> manifest.GraphEntry:
         entry = write(job, entry)
         files = entry.file, entry.tree_file, entry.encoder_file, entry.compaction_file
         models = {
             f: onnx.load(job.folder / f, load_external_data=False) for f in files if f
         }
         key = tuple(map(_without_numbers, models.values()))
-        for provider in TABLES if key not in seen else ():
-            for one in graph_forecasts(job.folder, entry, provider):
+        for provider in kernel_table.TABLES if key not in seen else ():
+            for one in forecast.graph_forecasts(job.folder, entry, provider):
                 assert len(one.verdicts) == len(models[one.file].graph.node)
         seen.add(key)
         return entry
@@ -145,14 +141,14 @@ def forecasts_of_all_exports() -> Iterator[None]:
 
 def _without_numbers(model: onnx.ModelProto) -> bytes:
     for tensor in model.graph.initializer:
-        if math.prod(tensor.dims) > SMALL:
+        if math.prod(tensor.dims) > graph_view.SMALL:
             tensor.ClearField("raw_data")
     return hashlib.sha256(model.SerializeToString()).digest()
 
 
 @pytest.fixture(scope="module")
 def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return toy_bundle(tmp_path_factory.mktemp("toy") / "toy")
+    return testing.toy_bundle(tmp_path_factory.mktemp("toy") / "toy")
 
 
 @pytest.fixture(scope="module")
@@ -174,7 +170,7 @@ def pair(once: Once) -> Pair:
 @pytest.fixture(scope="session")
 def bundle(pair: Pair, once: Once) -> Path:
     """The pair as an int8 bundle; copy it before changing anything in it."""
-    options = ExportOptions(Recipe("int8", 32), capacity=256, max_width=64)
+    options = ExportOptions(recipe.Recipe("int8", 32), capacity=256, max_width=64)
     target, drafter = map(str, pair)
     return once("tiny", lambda folder: export(target, folder, drafter, options))
 
@@ -188,7 +184,7 @@ def model(bundle: Path) -> jetdraft.Model:
 def whisper(once: Once) -> Path:
     def make(folder: Path) -> None:
         checkpoint = str(whispers.save(folder / "checkpoint"))
-        options = ExportOptions(Recipe("none"), max_width=16, fast=True)
+        options = ExportOptions(recipe.Recipe("none"), max_width=16, fast=True)
         export(checkpoint, folder / "bundle", checkpoint, options)
 
     return once("whisper", make)

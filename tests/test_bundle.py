@@ -11,14 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jetdraft import files, manifest, staging
+from jetdraft import files, manifest, parsing, staging, testing
 from jetdraft.bundle import Bundle, check_pair
 from jetdraft.contracts.step_contract import StepContract
 from jetdraft.errors import BundleError, ContractError, OutputError, PairError
 from jetdraft.manifest import MANIFEST, SCHEMA_VERSION, GraphEntry, Halves
-from jetdraft.parsing import read_record
 from jetdraft.staging import writing
-from jetdraft.testing import toy_bundle
 from tests import cases, manifests
 from tests.kills import CONTRACT, content, fill, make
 from tests.manifests import edit
@@ -280,7 +278,7 @@ def test_a_head_of_other_features_is_refused(tmp_path):
 def test_an_entry_stores_where_it_is_cut():
     contract = replace(CONTRACT, kv_shapes=((1, 16),) * 3)
     entry = GraphEntry("a.onnx", contract, {}, "here", 1, halves=HALVES)
-    read = read_record(GraphEntry, json.loads(json.dumps(asdict(entry))))
+    read = parsing.read_record(GraphEntry, json.loads(json.dumps(asdict(entry))))
     assert read == entry
     assert len(read.split_contract.upper.kv_shapes) == 1
     assert set(HALVES.files) < set(read.files)
@@ -290,7 +288,7 @@ def test_an_entry_stores_where_it_is_cut():
 def test_a_graph_that_earlier_versions_wrote_is_ignored():
     """Halves had a graph `exit`, which left the upper layers out."""
     before = {**asdict(HALVES), "exit": "e.onnx", "base": "0a"}
-    assert read_record(Halves, before).files == HALVES.files
+    assert parsing.read_record(Halves, before).files == HALVES.files
 
 
 def test_a_cut_outside_the_layers_is_refused():
@@ -461,6 +459,6 @@ def test_a_system_without_file_locks_is_one_line(tmp_path):
         "except jetdraft.OutputError as error:\n"
         "    print(error)\n"
     )
-    folders = [str(toy_bundle(tmp_path / "toy")), str(tmp_path / "new")]
+    folders = [str(testing.toy_bundle(tmp_path / "toy")), str(tmp_path / "new")]
     assert "no file locks; use jetdraft on Linux" in python(code, *folders)
     assert not (tmp_path / "new").exists()

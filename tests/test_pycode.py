@@ -11,8 +11,7 @@ import pytest
 import torch
 
 import jetdraft
-from jetdraft import testing
-from jetdraft.errors import OptionError, OutputError
+from jetdraft import OptionError, OutputError, testing
 from jetdraft.runtime.text.template import user_message
 from jetdraft.testing import toy_bundle
 from tests.programs import python

@@ -22,10 +22,8 @@ from jetdraft.methods.chimera.task import ChimeraTask
 from jetdraft.methods.falcon.task import FalconTask
 from jetdraft.methods.glide.task import GlideTask
 from jetdraft.methods.kangaroo.task import KangarooTask
-from jetdraft.train.blocks import Blocks
-from jetdraft.train.data import Batch
+from jetdraft.train import blocks, data, teacher
 from jetdraft.train.prompts import prompt_logits
-from jetdraft.train.teacher import load_target
 from tests import cases
 from tests.tiny import llama_config, save_checkpoint, save_prompts
 
@@ -163,12 +161,12 @@ def test_trees_of_sixty_rows_keep_their_published_share():
 
 
 def said_by_probes(folder: Path) -> Tensor:
-    checkpoint, _ = load_target(str(folder))
+    checkpoint, _ = teacher.load_target(str(folder))
     probed = load_probes(checkpoint.model, read_settings(folder), folder, 1.0)
     ids = torch.arange(1, 61)[None]
-    plain, _ = load_target(str(folder))
+    plain, _ = teacher.load_target(str(folder))
     cache = plain.model(input_ids=ids, use_cache=True).past_key_values
-    places = Blocks.spread(Batch(ids, ids), 15)
+    places = blocks.Blocks.spread(data.Batch(ids, ids), 15)
     return prompt_logits(
         probed.prompts, plain.model, places.anchors, ids.shape[1], cache
     )

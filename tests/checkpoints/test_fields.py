@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 import jetdraft
-from jetdraft.bundle import Bundle
+from jetdraft import Bundle, CheckpointError, UnsupportedModelError
 from jetdraft.checkpoints import defaults as module
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.defaults import FILE, WARNED, GenerationFields, rules_by_name
@@ -23,16 +23,13 @@ from jetdraft.checkpoints.gguf import GgufFile
 from jetdraft.checkpoints.gguf_fields import FILE_FIELDS as GGUF_FILE
 from jetdraft.checkpoints.gguf_fields import MODEL_FIELDS as GGUF_MODEL
 from jetdraft.checkpoints.model_reader import load_tokenizer
-from jetdraft.errors import CheckpointError, UnsupportedModelError
 from jetdraft.server.generation_request import GenerationRequest
-from tests import cases, manifests, tiny
-from tests.documents import ROOT
-from tests.ggufs import adding, write_gguf
+from tests import cases, documents, ggufs, manifests, tiny
 from tests.programs import jetdraft as command
 from tests.sources import CONFIGS
 from tests.sources import save as save_source
 
-PAGE = ROOT / "docs" / "checkpoints.md"
+PAGE = documents.ROOT / "docs" / "checkpoints.md"
 TABLES = {
     "generation_config.json": module.GENERATION_FIELDS,
     "with `do_sample`": module.SAMPLING_FIELDS,
@@ -342,7 +339,7 @@ def header(path, fields=(), family="llama"):
     sizes |= {"feed_forward_length": 96, "vocab_size": 288}
     sizes |= {"attention.head_count": 4, "attention.head_count_kv": 2}
     own = {f"{family}.{name}": value for name, value in sizes.items()}
-    adding(own | dict(fields))(writer)
+    ggufs.adding(own | dict(fields))(writer)
     for name in ("output_norm.weight", "blk.0.attn_norm.weight"):
         writer.add_tensor(name, np.ones(64, np.float32))
     writer.write_header_to_file()
@@ -397,9 +394,9 @@ def test_a_temperature_before_the_filters_is_warned_of(tmp_path):
 
 def test_sampling_and_suppressed_tokens_become_defaults(tmp_path):
     fields = {"general.sampling.temp": 0.5, "general.sampling.min_p": 0.25}
-    change = adding(fields | {"tokenizer.ggml.suppress_tokens": [7, 9, 400]})
+    change = ggufs.adding(fields | {"tokenizer.ggml.suppress_tokens": [7, 9, 400]})
     config = tiny.llama_config(num_hidden_layers=1)
-    file = write_gguf(tmp_path / "model.gguf", config, change=change)
+    file = ggufs.write_gguf(tmp_path / "model.gguf", config, change=change)
     assert Checkpoint.load(str(file.path), torch.float32).generation == {
         **{"temperature": 0.5, "top_k": 40, "top_p": 0.95, "min_p": 0.25},
         "logit_bias": {7: -1e30, 9: -1e30},

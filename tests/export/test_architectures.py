@@ -21,11 +21,9 @@ from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.contracts.constants import WIDEST
 from jetdraft.contracts.step_contract import StepContract
 from jetdraft.errors import CheckpointError, UnsupportedModelError
+from jetdraft.export import fusing, seams, tracer
 from jetdraft.export.attentions import attentions, use_own_attention
-from jetdraft.export.fusing import fill_packets, fuse
-from jetdraft.export.seams import check_seams
 from jetdraft.export.step import Step, buffer_sizes
-from jetdraft.export.tracer import trace
 from jetdraft.runtime.measured.survey import randomized
 from jetdraft.runtime.passes.graph import Graph
 from jetdraft.runtime.passes.session import StepSessions, open_session
@@ -116,8 +114,8 @@ def contract_of(checkpoint: Checkpoint, capacity: int = CAPACITY) -> StepContrac
 
 
 def traced(checkpoint: Checkpoint, contract: StepContract) -> ir.Model:
-    model = trace(Step(checkpoint.model, contract), checkpoint.weight_names())
-    fuse(model, contract)
+    model = tracer.trace(Step(checkpoint.model, contract), checkpoint.weight_names())
+    fusing.fuse(model, contract)
     return model
 
 
@@ -270,8 +268,8 @@ def refusal(folder, capacity: int = CAPACITY) -> str:
 def _through_the_whole_path(folder, capacity):
     checkpoint = Checkpoint.load(str(folder), torch.float32)
     contract = contract_of(checkpoint, capacity)
-    check_seams(checkpoint.model, contract)
-    trace(Step(checkpoint.model, contract), checkpoint.weight_names())
+    seams.check_seams(checkpoint.model, contract)
+    tracer.trace(Step(checkpoint.model, contract), checkpoint.weight_names())
 
 
 @pytest.mark.parametrize(
@@ -361,7 +359,7 @@ def row_by_row(model):
 
 def graph_of(checkpoint: Checkpoint, file: Path, capacity: int) -> Graph:
     contract = contract_of(checkpoint, capacity)
-    check_seams(checkpoint.model, contract)
+    seams.check_seams(checkpoint.model, contract)
     ir.save(traced(checkpoint, contract), file)
     return Graph(StepSessions(open_session(file, "cpu"), contract))
 
@@ -413,7 +411,7 @@ def test_weights_of_half_precision_are_converted_in_every_layer(name, tmp_path):
     save_checkpoint(tmp_path, FAMILIES[name](), tokenizer=False)
     edit(tmp_path, lambda own: {n: t.bfloat16() for n, t in own.items()})
     checkpoint = Checkpoint.load(str(tmp_path), torch.float32)
-    check_seams(checkpoint.model, contract_of(checkpoint))
+    seams.check_seams(checkpoint.model, contract_of(checkpoint))
 
 
 @pytest.mark.parametrize("accepted", range(DRAFT + 1))
@@ -484,7 +482,7 @@ def test_functions_give_a_row_the_same_bits_beside_others(name, tmp_path):
     head = '<ir_version: 10, opset_import: ["": 22]> graph (float[n, 2] x) => '
     text = f"{head} (float[n, 2] y) {{ z = {name}(x) y = Neg(z) }}"
     model = ir.serde.deserialize_model(onnx.parser.parse_model(text))
-    fill_packets(model.graph)
+    fusing.fill_packets(model.graph)
     common.RemoveUnusedNodesPass()(model)
     ir.save(model, tmp_path / "g.onnx")
     session = open_session(tmp_path / "g.onnx", "cpu")

@@ -12,19 +12,16 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
 import jetdraft
-from jetdraft.bundle import Bundle
+from jetdraft import Bundle, OptionError, PairError, recipe, testing
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.devices.providers import PROVIDERS
-from jetdraft.errors import OptionError, PairError
 from jetdraft.export.draft_acceptance import with_acceptance
 from jetdraft.export.draft_vocab import frequent_tokens
 from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.export.measures import sample_text
 from jetdraft.quant.calibration import Windows, own_attention
-from jetdraft.recipe import Recipe
 from jetdraft.runtime.passes.opener import Opener
 from jetdraft.runtime.passes.session import ONE_THREAD
-from jetdraft.testing import toy_bundle
 from tests import cases, manifests, sources, tiny
 from tests.checkpoints.heads.layouts import LAYERS, eagle1, eagle3, write
 from tests.ggufs import write_gguf
@@ -190,7 +187,7 @@ def test_a_head_without_a_map_is_cut(tmp_path):
     torch.manual_seed(3)
     head = write(tmp_path / "head", *eagle1(fc_bias=False, embedding=False))
     options = ExportOptions(
-        Recipe.parse("int4-head8", 32),
+        recipe.Recipe.parse("int4-head8", 32),
         capacity=64,
         max_width=16,
         draft_vocab=COUNT,
@@ -260,7 +257,7 @@ def test_an_export_stores_the_acceptance_and_check_finds_it_again(cut):
 
 def test_no_file_is_hashed_again_to_store_it(tmp_path, monkeypatch):
     """The files of a large pair take seconds to hash."""
-    bundle = Bundle.open(toy_bundle(tmp_path / "toy"))
+    bundle = Bundle.open(testing.toy_bundle(tmp_path / "toy"))
     hashed = Mock(side_effect=AssertionError("a file was hashed again"))
     with monkeypatch.context() as patched:
         patched.setattr("jetdraft.bundle.sha256_of", hashed)
@@ -397,7 +394,7 @@ def test_quantized_and_cut_drafters(padded, tmp_path, pair):
 
 @pytest.mark.parametrize("rows", [288, 352])
 def test_the_recipe_of_a_padded_drafter_is_measured(padded, tmp_path, rows):
-    options = ExportOptions(Recipe("int8", 32), capacity=64, max_width=16)
+    options = ExportOptions(recipe.Recipe("int8", 32), capacity=64, max_width=16)
     bundle = export(str(padded(320)), tmp_path / "b", str(padded(rows)), options)
     assert bundle.drafter.quantization["full_overlap"] > 0.5
     assert len(bundle.drafter.quantization["acceptance"]["by_position"]) == 4

@@ -14,15 +14,14 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import jetdraft
+from jetdraft import CheckpointError, OptionError, Sampling, UnsupportedModelError
 from jetdraft.checkpoints.checkpoint import Checkpoint
-from jetdraft.errors import CheckpointError, OptionError, UnsupportedModelError
 from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.methods.eagle.task import EagleSettings, EagleTask
 from jetdraft.quant.calibration import Windows, own_attention
 from jetdraft.quant.divergence import Divergence
 from jetdraft.recipe import Recipe
 from jetdraft.runtime.measured.cost_model import MIN_MS
-from jetdraft.runtime.sampling.chooser import Sampling
 from tests.checkpoints.heads import layouts
 from tests.checkpoints.heads import test_acceptance_gate as gate
 from tests.checkpoints.heads.conftest import watched

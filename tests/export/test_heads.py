@@ -11,13 +11,12 @@ import torch
 import transformers
 
 import jetdraft
-from jetdraft.bundle import Bundle
+from jetdraft import Bundle, CheckpointError, OptionError, PairError
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.heads import head_files
 from jetdraft.checkpoints.heads.head_reader import load_head
 from jetdraft.checkpoints.layers import Taps
 from jetdraft.devices.providers import PROVIDERS
-from jetdraft.errors import CheckpointError, OptionError, PairError
 from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.recipe import Recipe
 from jetdraft.runtime.drafts.rows import Rows

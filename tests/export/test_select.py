@@ -9,9 +9,8 @@ from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import jetdraft
-from jetdraft.bundle import Bundle
+from jetdraft import Bundle, OptionError
 from jetdraft.contracts.step_contract import Reading
-from jetdraft.errors import OptionError
 from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.recipe import Recipe
 from jetdraft.runtime.drafts.rows import Rows

@@ -6,12 +6,11 @@ import pytest
 import torch
 
 import jetdraft
-from jetdraft.bundle import Bundle
+from jetdraft import Bundle, CheckpointError, OptionError
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.streams import LOSSLESS, SHARED, Streams, StreamSettings
 from jetdraft.contracts.step_contract import StepContract
 from jetdraft.contracts.tensors import check_tensors
-from jetdraft.errors import CheckpointError, OptionError
 from jetdraft.export import graphs
 from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.export.graphs import Job

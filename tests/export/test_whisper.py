@@ -8,8 +8,7 @@ import torch
 from transformers import WhisperForConditionalGeneration
 
 import jetdraft
-from jetdraft import errors
-from jetdraft.errors import BundleError, CheckpointError, OptionError
+from jetdraft import BundleError, CheckpointError, OptionError, errors
 from jetdraft.runtime.speech.sound import log_mel
 from tests import cases, manifests, whispers
 from tests.tiny import exported

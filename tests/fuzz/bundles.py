@@ -14,9 +14,9 @@ from typing import Any
 from click.testing import CliRunner
 
 import jetdraft
+from jetdraft import JetdraftError, Result
 from jetdraft.bundle import STREAMS, Bundle
 from jetdraft.cli import main
-from jetdraft.errors import JetdraftError
 from jetdraft.learning.lessons import (
     ARRAYS,
     CHOICE_FILE,
@@ -25,7 +25,6 @@ from jetdraft.learning.lessons import (
     drafter_sha256,
 )
 from jetdraft.manifest import MANIFEST, sha256_of
-from jetdraft.runtime.piece import Result
 from jetdraft.testing import toy_bundle
 from tests.fuzz import Fault, Subject, damages
 from tests.fuzz.damages import damaged_json, damaged_npz, difference, poison, write_json

@@ -12,8 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jetdraft.bundle import Bundle
-from jetdraft.errors import StoreError
+from jetdraft import Bundle, StoreError
 from jetdraft.learning import lessons as module
 from jetdraft.learning.lessons import EARLY_TOKENS, LESSONS_FILE, VERDICT_TOKENS, Tally
 from jetdraft.runtime.history.store import Entry, ResponseStore

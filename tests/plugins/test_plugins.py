@@ -9,9 +9,8 @@ import pytest
 from click.testing import CliRunner
 
 import jetdraft
-from jetdraft import methods
+from jetdraft import OptionError, methods
 from jetdraft.cli import main
-from jetdraft.errors import OptionError
 from jetdraft.methods import OWN, Method, Proposer, Rows, Traits, registered
 from tests.programs import ended
 

@@ -2,13 +2,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from jetdraft import Drafting, Options
 from jetdraft.contracts.step_contract import StepContract
 from jetdraft.methods import Method, registered
 from jetdraft.runtime.drafters.draft_cache import DraftCache
 from jetdraft.runtime.drafts.rows import Kind
 from jetdraft.runtime.generation import Generation
-from jetdraft.runtime.planning.drafting import Drafting
-from jetdraft.runtime.planning.options import Options
 from jetdraft.runtime.proposers.model_proposer import ModelProposer
 from jetdraft.runtime.proposers.proposer import Traits
 from jetdraft.runtime.text.codec import TextStream

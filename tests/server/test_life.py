@@ -16,9 +16,8 @@ from click.testing import CliRunner
 from openai import OpenAI
 
 import jetdraft
-from jetdraft import Pool
+from jetdraft import OptionError, OutputError, Pool
 from jetdraft.cli import main
-from jetdraft.errors import OptionError, OutputError
 from jetdraft.server.app import Service
 from jetdraft.server.http_server import Systemd, open_listener, open_unix_listener
 from jetdraft.server.request_queue import MIN_ROWS, PrefixFolder

@@ -15,13 +15,9 @@ from openai.types.completion_choice import Logprobs
 from openai.types.completion_usage import CompletionTokensDetails, PromptTokensDetails
 from openai.types.shared import ErrorObject
 
-from jetdraft import Pool
-from jetdraft.runtime.measured.stats import Stats
-from jetdraft.runtime.piece import Result
-from jetdraft.server import Limits
-from jetdraft.server.app import Service
+from jetdraft import Pool, Result, Stats
+from jetdraft.server import Limits, app, reply
 from jetdraft.server.generation_request import GenerationRequest
-from jetdraft.server.reply import Reply
 from tests import whispers
 from tests.server.serving import served
 from tests.server.test_api import HELLO, PROMPT, READ_SENSOR
@@ -223,7 +219,7 @@ def test_a_text_that_was_cut_has_no_finish_reason(reason):
     stats = Stats("none", exact=True, prompt_tokens=1)
     stats.finish_reason = reason
     with pytest.raises(KeyError):
-        Reply(request, "toy", None, "fp").complete([Result.of([], stats, False)])
+        reply.Reply(request, "toy", None, "fp").complete([Result.of([], stats, False)])
 
 
 def test_models(address):
@@ -259,7 +255,7 @@ def test_transcripts(whisper):
     with Pool(whisper / "bundle", 1, threads=1) as pool:
         model = pool.models[0].twin()
         wanted = model.transcribe(sound, language="en", logprobs=0)
-        with served(Service(pool, "whisper", Limits())) as address:
+        with served(app.Service(pool, "whisper", Limits())) as address:
 
             def heard(form):
                 return httpx.post(

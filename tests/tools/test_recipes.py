@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 
 import jetdraft as package
-from jetdraft.bundle import Bundle
+from jetdraft import Bundle, DataError
 from jetdraft.cli.console import ProgressBars
-from jetdraft.errors import DataError
 from tests.programs import assert_refused, jetdraft
 from tests.quant.test_sensitivity import TEXT
 from tests.tiny import llama_config, save_checkpoint, tokenizer

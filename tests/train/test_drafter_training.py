@@ -18,10 +18,7 @@ from jetdraft.methods.draft.task import ModelSettings, advised_config, cost_shar
 from jetdraft.methods.eagle.task import EagleSettings, EagleTask
 from jetdraft.methods.ppd.task import PpdTask
 from jetdraft.methods.stream.task import StreamTask
-from jetdraft.train import teacher
-from jetdraft.train.heads import unrolled_mask
-from jetdraft.train.prompts import prompt_mask
-from jetdraft.train.run_folder import STATE_FILE
+from jetdraft.train import heads, prompts, run_folder, teacher
 from jetdraft.train.teacher import Lesson
 from tests import tiny
 from tests.programs import assert_refused, succeed
@@ -55,7 +52,7 @@ def test_a_new_drafter_learns_with_every_loss(target, text, tmp_path, loss):
     before, after = seen[0].validation, seen[-1].validation
     assert np.mean(after["agreement"]) > np.mean(before["agreement"]) + 0.3
     assert after["acceptance"][0] > before["acceptance"][0] + 0.1
-    assert not (tmp_path / "out" / STATE_FILE).exists()
+    assert not (tmp_path / "out" / run_folder.STATE_FILE).exists()
 
 
 @pytest.fixture(scope="module")
@@ -315,7 +312,7 @@ def test_unrolled_steps_are_those_of_a_draft(target, text, tmp_path):
             hidden, carried = head(token, carried[:, -1:], position, cache)
             drafted.append(head.lm_head(hidden)[0, -1])
     torch.testing.assert_close(torch.stack(steps), torch.stack(drafted))
-    assert unrolled_mask(3, 1, features).shape == (1, 1, 3, 6)
+    assert heads.unrolled_mask(3, 1, features).shape == (1, 1, 3, 6)
 
 
 def test_states_from_the_disk_teach_the_same(target, text, tmp_path, monkeypatch):
@@ -336,7 +333,7 @@ def test_states_from_the_disk_teach_the_same(target, text, tmp_path, monkeypatch
 
 
 def test_members_see_their_own_kind_only():
-    mask = prompt_mask(torch.tensor([[1, 3]]), 4, PromptSettings(2, 2))
+    mask = prompts.prompt_mask(torch.tensor([[1, 3]]), 4, PromptSettings(2, 2))
     first, second = [1, 1, 0, 0], [1, 1, 1, 1]
     assert mask[0, 0].int().tolist() == [
         [*first, 1, 0, 0, 0, 0, 0, 0, 0], [*first, 0, 1, 0, 0, 0, 0, 0, 0],

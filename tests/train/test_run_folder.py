@@ -9,12 +9,10 @@ import torch
 from jetdraft.checkpoints.checkpoint import read_settings
 from jetdraft.checkpoints.streams import UNFINISHED
 from jetdraft.errors import CheckpointError, OptionError, OutputError
-from jetdraft.train import machine, run_folder, teacher
+from jetdraft.train import machine, run_folder, task, teacher, training
 from jetdraft.train.machine import Muon, defer_interrupts, precision
 from jetdraft.train.run_folder import RunFolder
-from jetdraft.train.task import Run
 from jetdraft.train.teacher import TensorCache
-from jetdraft.train.training import check_batch_size
 from tests.tiny import llama_config, save_checkpoint
 
 COEFFICIENTS = (3.4445, -4.775, 2.0315)
@@ -160,7 +158,7 @@ def test_a_cpu_multiplies_in_bfloat16_where_that_is_fast(fast, monkeypatch):
     wanted, rows = torch.bfloat16 if fast else torch.float32, torch.ones(2, 2)
     with precision(torch.device("cpu")):
         assert (rows @ rows).dtype == wanted
-    with Run().accelerator.autocast():
+    with task.Run().accelerator.autocast():
         assert (rows @ rows).dtype == wanted
 
 
@@ -185,6 +183,6 @@ def test_ctrl_c_waits_for_the_end_of_a_step():
 
 
 def test_a_batch_has_a_part_for_each_process():
-    check_batch_size(2, processes=2)
+    training.check_batch_size(2, processes=2)
     with pytest.raises(OptionError, match="--batch-size 3 or more"):
-        check_batch_size(2, processes=3)
+        training.check_batch_size(2, processes=3)

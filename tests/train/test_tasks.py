@@ -13,9 +13,8 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from jetdraft import errors
+from jetdraft import CheckpointError, OptionError, OutputError, TrainingError, errors
 from jetdraft.checkpoints.streams import StreamSettings
-from jetdraft.errors import CheckpointError, OptionError, OutputError, TrainingError
 from jetdraft.export.exporter import export
 from jetdraft.methods.block.task import SourceBlockSettings, SourceBlockTask
 from jetdraft.methods.chimera.task import ChimeraTask

@@ -11,11 +11,10 @@ import pytest
 import torch
 
 import jetdraft
-from jetdraft.bundle import Bundle
+from jetdraft import Bundle, OptionError
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.heads.head_reader import load_head
 from jetdraft.checkpoints.streams import MAX_RANKS, StreamSettings
-from jetdraft.errors import OptionError
 from jetdraft.methods.chimera.task import ChimeraTask
 from jetdraft.methods.draft.task import ModelSettings, ModelTask
 from jetdraft.methods.eagle.task import EagleSettings, EagleTask

@@ -5,12 +5,11 @@ import numpy as np
 import pytest
 
 import jetdraft
-from jetdraft.errors import BundleError, OutputError
+from jetdraft import BundleError, Options, OutputError
 from jetdraft.runtime.generation import Generation
 from jetdraft.runtime.measured.survey import Survey
 from jetdraft.runtime.measured.widths import prefill_widths
 from jetdraft.runtime.passes.prefix import common_length, digest_of
-from jetdraft.runtime.planning.options import Options
 
 RANDOM = np.random.default_rng(4)
 IDS = RANDOM.integers(0, 288, 151).tolist()

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 import jetdraft
-from jetdraft.bundle import Bundle
-from jetdraft.errors import OptionError, StoreError
+from jetdraft import Bundle, OptionError, StoreError
 from jetdraft.learning import lessons
 from jetdraft.learning.lessons import EARLY_TOKENS, VERDICT_TOKENS, Choice, Lessons
 from tests.toy_drafter import arrays_of, choose, put_on_trial, random_arrays

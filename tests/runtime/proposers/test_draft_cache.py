@@ -8,9 +8,7 @@ from jetdraft.bench.tuning import tune
 from jetdraft.methods import Method, Proposer, Rows, Traits, registered
 from jetdraft.methods.cascade.method import REVIEWED
 from jetdraft.runtime.drafts.rows import Kind
-from jetdraft.runtime.passes.buffers import Memory
-from jetdraft.runtime.passes.opener import Opener
-from jetdraft.runtime.passes.session import StepSessions
+from jetdraft.runtime.passes import buffers, opener, session
 from jetdraft.runtime.planning.registry import methods
 from jetdraft.runtime.proposers.lookup import Guess
 from jetdraft.runtime.sampling.chooser import Chooser, Sampling
@@ -300,10 +298,10 @@ def test_rows_cross_to_a_device_and_back(bundles, method, plain, monkeypatch):
 
     def staged(self, entry, weights):
         file = entry.tree_file or entry.file
-        sessions = StepSessions(self.session(file), entry.widest_contract)
-        return sessions, Memory("cpu", copies=True), None
+        sessions = session.StepSessions(self.session(file), entry.widest_contract)
+        return sessions, buffers.Memory("cpu", copies=True), None
 
-    monkeypatch.setattr(Opener, "_open_on_cpu", staged)
+    monkeypatch.setattr(opener.Opener, "_open_on_cpu", staged)
     ways = [{"num_draft_tokens": 4}, {"drafting": {"tree": "best"}}]
     if method in BLOCKS:
         ways.append({"num_draft_tokens": 4, "drafting": {"steps": 2}})

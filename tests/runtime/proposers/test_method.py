@@ -6,7 +6,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
-from jetdraft.errors import OptionError
+from jetdraft import Drafting, OptionError
 from jetdraft.methods import (
     Method,
     MethodOptions,
@@ -17,7 +17,6 @@ from jetdraft.methods import (
     registered,
 )
 from jetdraft.methods.stream.method import StreamOptions
-from jetdraft.runtime.planning.drafting import Drafting
 from jetdraft.runtime.planning.planner import MAX_PROPOSERS, Planner
 from jetdraft.runtime.proposers.drafter_methods import DraftOptions
 from jetdraft.runtime.sampling.verifiers import VERIFIERS

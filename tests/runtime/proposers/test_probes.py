@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import jetdraft
+from jetdraft import BundleError, Drafting, OptionError
 from jetdraft.checkpoints import streams
 from jetdraft.checkpoints.checkpoint import Checkpoint
-from jetdraft.errors import BundleError, OptionError
 from jetdraft.methods.ppd import method as ppd
 from jetdraft.methods.ppd.method import PromptProposer
 from jetdraft.runtime.drafts.rows import Probes, Probing, Rows
@@ -17,7 +17,6 @@ from jetdraft.runtime.measured.cost_model import Curve
 from jetdraft.runtime.measured.stats import Acceptance, Round
 from jetdraft.runtime.passes.answer import Answer
 from jetdraft.runtime.passes.pruned_halves import THRESHOLD_CHOICES, Threshold
-from jetdraft.runtime.planning.drafting import Drafting
 from jetdraft.runtime.proposers.proposer import Seen
 from jetdraft.runtime.sampling.chooser import Chooser, Sampling
 from jetdraft.train.attention import IMPLEMENTATION

@@ -2,13 +2,11 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from jetdraft.bundle import Bundle
+from jetdraft import Bundle, BundleError, OptionError, ToolCall
 from jetdraft.checkpoints.gguf_tokenizer import special_tokens
 from jetdraft.checkpoints.model_reader import chat_template
-from jetdraft.errors import BundleError, OptionError
 from jetdraft.runtime.text import sandbox
 from jetdraft.runtime.text.template import ChatTemplate, user_message
-from jetdraft.runtime.text.tools import ToolCall
 
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 SYSTEM = {"role": "system", "content": "Be brief."}

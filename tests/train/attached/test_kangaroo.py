@@ -6,16 +6,14 @@ import pytest
 import torch
 
 import jetdraft
-from jetdraft.bundle import Bundle
+from jetdraft import Bundle, Drafting, OptionError, UnsupportedModelError
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.heads.head_reader import load_head
-from jetdraft.errors import OptionError, UnsupportedModelError
 from jetdraft.methods import registered
 from jetdraft.methods.kangaroo.task import KangarooSettings, KangarooTask
 from jetdraft.methods.select import method as select_method
 from jetdraft.runtime.drafts.rows import Rows
 from jetdraft.runtime.passes.halves import Halves
-from jetdraft.runtime.planning.drafting import Drafting
 from jetdraft.train.task import TrainingOptions
 from tests.programs import assert_refused
 from tests.programs import jetdraft as cli

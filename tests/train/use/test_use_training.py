@@ -8,8 +8,7 @@ import torch
 import torch.nn.functional as F
 
 import jetdraft
-from jetdraft import errors
-from jetdraft.bundle import Bundle
+from jetdraft import Bundle, errors
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.heads.head_reader import load_head
 from jetdraft.checkpoints.parameters import store_weights_in
