@@ -118,11 +118,9 @@ FILES = ("target.onnx", "drafter.onnx")
 WRONG_VALUES = {
     "graphs": ([], {}, {"target": {}}, {"target": 5}),
     "generation": (5, {"temperature": "0.6"}, {"temperature": True}, {"colour": 1}),
-    "eos_token_ids": (None, ["0"]),
-    "provider": (5,),
-    "tools": ([],),
+    "eos_token_ids": (None, ["0"]), "provider": (5,), "tools": ([],),
     "files": ([], {}, 5, *(dict.fromkeys(FILES, x) for x in ({}, 5))),
-}
+}  # fmt: skip
 TARGET_ENTRY = ("graphs", "target")
 CONTRACT_OF_TARGET = (*TARGET_ENTRY, "contract")
 

@@ -340,11 +340,9 @@ def test_a_prompt_has_a_line_for_each_function(public):
     ({"city": ["Rome"], "day": ["", "Monday"]}, {"city": "Rome"}),
     ({"city": ["Rome"], "day": ["Monday"]}, {"city": "Rome", "day": "Monday"}),
     ({"city": ["", "Rome"]}, {"city": "Rome"}),
-    ({"city": [""]}, {"city": ""}),
-    ({"city": []}, None),
-    ({"day": ["Monday"]}, None),
+    ({"city": [""]}, {"city": ""}), ({"city": []}, None), ({"day": ["Monday"]}, None),
     ({"city": ["Rome"], "hour": [1]}, None),
-)
+)  # fmt: skip
 def test_a_call_has_what_it_must_have(public, possible, arguments):
     schema = function("ask", day={"type": "string"})["parameters"]
     assert public.arguments_of(possible, schema) == arguments

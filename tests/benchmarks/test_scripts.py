@@ -37,11 +37,9 @@ SIZES = {
     "--intermediate-size": 416,
 }  # fmt: skip
 TASKS = {
-    "kangaroo": KangarooTask,
-    "glide": GlideTask,
-    "chimera": ChimeraTask,
+    "kangaroo": KangarooTask, "glide": GlideTask, "chimera": ChimeraTask,
     "falcon": FalconTask,
-}
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -102,13 +100,10 @@ def test_never_slower_measures_three_workloads(measured, monkeypatch):
 
 @cases(
     "one, other, score",
-    ([1, 2, 3], [1, 2, 3], 1.0),
-    ([1, 2, 3, 4], [1, 3, 4, 9], 0.75),
-    ([3, 2, 1], [1, 2, 3], 1 / 3),
-    ([1, 2], [1, 2, 3, 4], 4 / 6),
-    ([], [1], 0.0),
+    ([1, 2, 3], [1, 2, 3], 1.0), ([1, 2, 3, 4], [1, 3, 4, 9], 0.75),
+    ([3, 2, 1], [1, 2, 3], 1 / 3), ([1, 2], [1, 2, 3, 4], 4 / 6), ([], [1], 0.0),
     ([], [], 1.0),
-)
+)  # fmt: skip
 def test_rouge_l_is_the_f1_of_the_longest_common_subsequence(one, other, score):
     assert rouge_l(one, other) == pytest.approx(score)
     assert rouge_l(other, one) == pytest.approx(score)

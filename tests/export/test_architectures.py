@@ -52,11 +52,9 @@ LONG_ROPE = {
 DYNAMIC_ROPE = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
 
 YARN_ROPE = {
-    "rope_type": "yarn",
-    "rope_theta": 10000.0,
-    "factor": 4.0,
+    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0,
     "original_max_position_embeddings": 16,
-}
+}  # fmt: skip
 
 CONFIGS = {
     "llama with biases, yarn": llama_config(

@@ -143,11 +143,9 @@ def test_no_text_changes(cut_model, way, drafting):
 
 def test_a_verifier_that_reads_q_keeps_the_distribution(cut_model):
     rejection = {
-        "verifier": "recursive",
-        "siblings": "with-replacement",
-        "tree": "k-ary",
+        "verifier": "recursive", "siblings": "with-replacement", "tree": "k-ary",
         "branching": (3,),
-    }
+    }  # fmt: skip
     ids, draws, accepted = set(cut_model.bundle.draft_vocabulary().tolist()), 400, 0
     counts = Counter(), Counter()
     for turn, way in enumerate(

@@ -36,11 +36,9 @@ from tools.recipes.quality import compare
 TOKENS = np.random.default_rng(0).integers(0, VOCAB_SIZE, 200)
 SIZES = {"capacity": 256, "max_width": 32}
 BUNDLES = {
-    "qwen3_moe": "none",
-    "gpt_oss": "q8_0",
-    "granitemoe": "q4_k-headq6_k",
+    "qwen3_moe": "none", "gpt_oss": "q8_0", "granitemoe": "q4_k-headq6_k",
     "qwen3_next": "q4_0",
-}
+}  # fmt: skip
 CODES = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
 MISTAKES = {
     "": lambda name, tensor: tensor,

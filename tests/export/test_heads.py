@@ -147,11 +147,9 @@ BLOCKS = [
     {"num_draft_tokens": 5, "drafting": {"confidence": 0.0, "steps": 2}},
 ]
 CHAINS = {
-    "eagle": [{"num_draft_tokens": 3}],
-    "medusa": [{"num_draft_tokens": 3}],
-    "dflash": BLOCKS,
-    "diffusion": BLOCKS,
-}
+    "eagle": [{"num_draft_tokens": 3}], "medusa": [{"num_draft_tokens": 3}],
+    "dflash": BLOCKS, "diffusion": BLOCKS,
+}  # fmt: skip
 TREES = [{"drafting": {"tree": "best"}}, {"drafting": {"tree": "heap"}, "exact": False}]
 WIDE = {"drafting": {"tree": "k-ary", "branching": (2, 2)}}
 INT8, PACKED = {"recipe": "int8"}, {"recipe": "q8_0"}

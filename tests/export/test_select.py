@@ -242,11 +242,9 @@ def brief(tmp_path_factory):
 @pytest.mark.parametrize("count", [1, 3, 16])
 @cases(
     "tokens, reading, turns",
-    (TRAINED - 1, Reading.TURNED, False),
-    (TRAINED + 1, Reading.TURNED, True),
-    (120, Reading.TURNED, True),
-    (120, Reading.SELECTED, False),
-)
+    (TRAINED - 1, Reading.TURNED, False), (TRAINED + 1, Reading.TURNED, True),
+    (120, Reading.TURNED, True), (120, Reading.SELECTED, False),
+)  # fmt: skip
 def test_beyond_the_trained_length_keys_turn_to_adjoining_positions(
     brief, prompt, tokens, reading, turns, count
 ):

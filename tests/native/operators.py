@@ -17,13 +17,11 @@ FLAGS = "do_rotary", "rotary_interleaved", "local_window_size"
 def session(kind, matrix, *, threads=1, **changed):
     """A session of MatMulPacked or GatherPacked; `changed` replaces what it reads."""
     fields = {
-        "N": len(matrix.data),
-        "K": matrix.rows,
-        "format": GRIDS.index(matrix.grid),
+        "N": len(matrix.data), "K": matrix.rows, "format": GRIDS.index(matrix.grid),
         "layout": LAYOUT_VERSION,
         **dict(zip(ARRAYS, matrix.packed(), strict=True)),
         **changed,
-    }
+    }  # fmt: skip
     return open_session(kind, [fields.pop(name) for name in ARRAYS], threads, fields)
 
 

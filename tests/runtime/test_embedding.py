@@ -22,11 +22,8 @@ OPTIONS = {
 }  # fmt: skip
 OTHER_IDS = np.random.default_rng(12).integers(0, 288, 20).tolist()
 HOW = {
-    "token_ids": OTHER_IDS,
-    "max_new_tokens": 30,
-    "ignore_eos": True,
-    "method": "none",
-}
+    "token_ids": OTHER_IDS, "max_new_tokens": 30, "ignore_eos": True, "method": "none",
+}  # fmt: skip
 USES = {
     "tune": lambda model, file: tune(model),
     "measure": lambda model, file: model.measure_again(),

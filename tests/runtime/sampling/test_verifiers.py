@@ -251,14 +251,11 @@ def test_chain_parents_and_depths():
 
 @cases(
     "rows, chosen, path",
-    (CHAIN, [6, 7, 9, 1], [0, 1, 2]),
-    (CHAIN, [9, 7, 8, 1], [0]),
-    (CHAIN, [6, 7, 8, 1], [0, 1, 2, 3]),
-    (CHAIN, [1, 7, 8, 9], [0]),
-    (TREE, [7, 1, 8, 4], [0, 2, 3]),
-    (TREE, [6, 1, 8, 4], [0, 1]),
+    (CHAIN, [6, 7, 9, 1], [0, 1, 2]), (CHAIN, [9, 7, 8, 1], [0]),
+    (CHAIN, [6, 7, 8, 1], [0, 1, 2, 3]), (CHAIN, [1, 7, 8, 9], [0]),
+    (TREE, [7, 1, 8, 4], [0, 2, 3]), (TREE, [6, 1, 8, 4], [0, 1]),
     (Rows([5, 6, 6], [-1, 0, 0]), [6, 1, 1], [0, 1]),
-)
+)  # fmt: skip
 def test_the_walk_ends_at_the_first_wrong_token(rows, chosen, path):
     assert rows.walk(chosen) == path
 
