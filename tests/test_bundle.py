@@ -296,8 +296,7 @@ def test_a_cut_outside_the_layers_is_refused():
 
 
 def test_files_are_hashed_once_and_again_when_they_change(small, monkeypatch):
-    hashed = []
-    original = manifest.sha256_of
+    hashed, original = [], manifest.sha256_of
     monkeypatch.setattr(
         manifest, "sha256_of", lambda file: hashed.append(file.name) or original(file)
     )

@@ -189,8 +189,7 @@ def ask(address, path, key=""):
 
 def test_the_units_command_serves_with_its_key_and_ends_well(toy):
     with serving(started_by_the_unit(toy), JETDRAFT_API_KEY=KEY) as (process, address):
-        assert ask(address, "/health")[0] == 200
-        assert ask(address, "/v1/models")[0] == 401
+        assert (ask(address, "/health")[0], ask(address, "/v1/models")[0]) == (200, 401)
         status, models = ask(address, "/v1/models", KEY)
         assert (status, models["data"][0]["id"]) == (200, "mine")
         process.send_signal(signal.SIGTERM)
@@ -215,8 +214,7 @@ def test_the_unit_gives_texts_time_to_end_and_keeps_to_loopback():
 
 @pytest.mark.skipif(not shutil.which("systemd-analyze"), reason="no systemd here")
 def test_systemd_understands_the_unit(tmp_path):
-    program = unit("ExecStart")[0].split()[0]
-    installed = tmp_path / UNIT.name
+    program, installed = unit("ExecStart")[0].split()[0], tmp_path / UNIT.name
     installed.write_text(UNIT.read_text().replace(program, sys.executable))
     done = ended("systemd-analyze", "verify", "--man=no", installed, timeout=300)
     assert (done.returncode, done.stdout + done.stderr) == (0, "")

@@ -108,8 +108,7 @@ def test_the_head_is_right_often_and_never_changes_the_text(with_head, temperatu
             total = result.stats
         else:
             total.merge(result.stats)
-    rates = total.accepted_by_position
-    floors = HEAD_FLOORS[temperature]
+    rates, floors = total.accepted_by_position, HEAD_FLOORS[temperature]
     assert all(r >= f for r, f in zip(rates, floors, strict=True)), rates
 
 

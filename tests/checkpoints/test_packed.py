@@ -36,8 +36,7 @@ ROW = torch.arange(30)[None]
 
 def words(values, bits, order=None):
     """Along the last axis, several to an int32, the first in the lowest bits."""
-    each = 32 // bits
-    rows = values.reshape(-1, values.shape[-1])
+    each, rows = 32 // bits, values.reshape(-1, values.shape[-1])
     found = np.zeros((len(rows), values.shape[-1] // each), np.uint32)
     for row, line in enumerate(rows):
         for place in range(values.shape[-1]):
@@ -320,8 +319,7 @@ def test_a_last_group_may_be_shorter(base):
 
 
 def test_integers_of_one_byte_are_read_too(base):
-    tensors = load_file(base / "model.safetensors")
-    random = np.random.default_rng(0)
+    tensors, random = load_file(base / "model.safetensors"), np.random.default_rng(0)
     shape = tuple(tensors[f"{Q}.weight"].shape)
     signed = torch.from_numpy(random.integers(-128, 128, shape).astype(np.int8))
     scales = torch.from_numpy(random.uniform(0.01, 0.02, (64, 1)).astype(np.float32))

@@ -231,8 +231,7 @@ def test_a_locale_without_the_letters_of_a_text_loses_nothing(bundle):
         env={**os.environ, "PYTHONIOENCODING": "latin-1"},
     )  # fmt: skip
     text, fields = done.stdout.splitlines()
-    assert text == b"\xe4\\u6f22"
-    assert json.loads(fields)["text"] == "ä漢"
+    assert (text, json.loads(fields)["text"]) == (b"\xe4\\u6f22", "ä漢")
 
 
 def interrupted(*arguments: object) -> tuple[str, str]:

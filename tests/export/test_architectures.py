@@ -367,8 +367,7 @@ def family(request, tmp_path_factory):
     config, folder = FAMILIES[request.param](), tmp_path_factory.mktemp("recurrent")
     checkpoint = load(config, folder / "checkpoint")
     with row_by_row(checkpoint.model):
-        weights = checkpoint.model.state_dict()
-        expected = transformers_logits(config, weights, TEXT)
+        expected = transformers_logits(config, checkpoint.model.state_dict(), TEXT)
     graph = graph_of(checkpoint, folder / "step.onnx", 512)
     return SimpleNamespace(graph=graph, expected=expected)
 

@@ -265,13 +265,12 @@ def in_contrib(folder):
 def test_the_integers_are_those_of_the_contrib_flavour(folder, int4):
     other = folder / "contrib-drafter"
     exported(folder / "drafter", other, "int8", flavour="contrib")
-    files = other / "target.onnx", int4.bundle.path / "drafter.onnx"
     contrib, standard = (
         {
             value.name: numpy_helper.to_array(value, str(file.parent))
             for value in onnx.load(file).graph.initializer
         }
-        for file in files
+        for file in (other / "target.onnx", int4.bundle.path / "drafter.onnx")
     )
     # Projections that fusion merges have other names in the contrib flavour.
     both = [n for n in contrib.keys() & standard.keys() if n.endswith("int8")]

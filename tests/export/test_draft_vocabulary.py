@@ -401,8 +401,7 @@ def test_the_recipe_of_a_padded_drafter_is_measured(padded, tmp_path, rows):
 @pytest.mark.parametrize(("rows", "of_file"), [(320, 288), (288, 320)])
 def test_a_gguf_drafter(padded, tmp_path, rows, of_file):
     def pad(writer):
-        fields = writer.kv_data[0]
-        spare = range(VOCAB_SIZE, of_file)
+        fields, spare = writer.kv_data[0], range(VOCAB_SIZE, of_file)
         fields["tokenizer.ggml.tokens"].value += [f"[PAD{i}]" for i in spare]
         fields["tokenizer.ggml.token_type"].value += [UNUSED for _ in spare]
 

@@ -254,8 +254,7 @@ def graph(bundle):
 
 
 def answers(bundle):
-    opened = graph(bundle)
-    found = []
+    opened, found = graph(bundle), []
     for last_only, width in ((True, 8), (False, 2), (False, 1)):
         found.append(copied(opened.run(TOKENS[:width], last_only)))
         opened.cache.advance(width)

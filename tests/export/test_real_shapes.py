@@ -53,8 +53,7 @@ def settled(tmp_path_factory) -> jetdraft.Model:
 def test_generation_config_decides_ends_and_sampling(settled):
     """Its ends go before the ends of config.json, which has 0 alone."""
     assert settled.bundle.eos_token_ids == (5, 9)
-    expected = {"temperature": 0.7, "top_p": 0.8, "top_k": 20}
-    assert settled.bundle.generation == expected
+    assert settled.bundle.generation == {"temperature": 0.7, "top_p": 0.8, "top_k": 20}
 
 
 @pytest.mark.parametrize("name", ["gemma3n", "gemma4"])

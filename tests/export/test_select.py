@@ -268,8 +268,7 @@ def test_beyond_the_trained_length_keys_turn_to_adjoining_positions(
 
 def test_keys_turn_in_a_lossy_text_and_never_in_a_draft(brief, prompt):
     _, model = brief
-    seen = []
-    run = Graph._set_inputs
+    seen, run = [], Graph._set_inputs
 
     def recorded(graph, *arguments):
         seen.append((graph is model.parts.target, graph.reading))
@@ -311,8 +310,7 @@ def test_a_lossy_text_teaches_nothing(few, prompt, tmp_path, monkeypatch):
         monkeypatch.setattr(own.planner, "_learners", [Spy()])
         for selects in (True, False):
             taught = []
-            warned = pytest.warns(match="keeps nothing") if selects else nullcontext()
-            with warned:
+            with pytest.warns(match="keeps nothing") if selects else nullcontext():
                 own.generate(**how, drafting={"select_kv": selects})
             assert bool(taught) == bool(own.parts.store.entries) != selects
 

@@ -144,8 +144,7 @@ def own(packed, tmp_path):
 
 @pytest.fixture(params=["missing", "empty", "another processor's", "unknown"])
 def fault(request, tmp_path, monkeypatch):
-    library = tmp_path / native.LIBRARY.name
-    whole = native.LIBRARY.read_bytes()
+    library, whole = tmp_path / native.LIBRARY.name, native.LIBRARY.read_bytes()
     content, said = {
         "missing": (None, "No such file"),
         "empty": (b"", "file too short"),

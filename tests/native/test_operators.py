@@ -105,8 +105,7 @@ def test_a_column_is_gathered_exactly(grid, columns, rows):
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_a_row_that_is_not_finite_spoils_itself_only(bad):
-    matrix = random_matrix("Q4_0", 32, 64)
-    x = np.ones((3, 64), np.float32)
+    matrix, x = random_matrix("Q4_0", 32, 64), np.ones((3, 64), np.float32)
     plain = run("MatMulPacked", matrix, x)
     x[1, 40] = bad
     found = run("MatMulPacked", matrix, x)

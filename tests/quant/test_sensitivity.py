@@ -123,8 +123,7 @@ def test_as_few_units_as_keep_the_kl(sensitivity):
     recipe, kl = sensitivity.find_mix(Limit(max_kl=(low + high) / 2))
     assert kl == pytest.approx(everything(sensitivity, recipe))
     assert high < kl <= (low + high) / 2
-    raised = len(recipe.raised) + (recipe.head is not None)
-    assert 1 <= raised <= 3
+    assert 1 <= (len(recipe.raised) + (recipe.head is not None)) <= 3
     same, _ = sensitivity.find_mix(Limit(max_kl=2 * low))
     assert same == RECIPE
 
@@ -229,8 +228,7 @@ def test_a_text_that_cannot_be_read_is_refused(checkpoint, tmp_path):
 
 def test_moments_are_those_of_the_inputs(checkpoint, tmp_path):
     model, text = checkpoint.model, windows(checkpoint, tmp_path)
-    before = model.config._attn_implementation
-    found = second_moments(model, text)
+    before, found = model.config._attn_implementation, second_moments(model, text)
     assert model.config._attn_implementation == before
     linear = (n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear))
     assert set(found) == {f"{name}.weight" for name in linear}
@@ -348,8 +346,7 @@ def pair(tmp_path_factory):
 
 
 def test_a_model_writes_its_own_text(pair):
-    target, before = pair["target"], torch.random.get_rng_state()
-    steps = []
+    target, before, steps = pair["target"], torch.random.get_rng_state(), []
     text = sample_text(target, lambda done, total: steps.append((done, total)))
     assert steps[-1] == (REPLY_TOKENS, REPLY_TOKENS)
     assert text.ids.shape[0] == len(QUESTIONS)
@@ -382,8 +379,7 @@ def test_overlap_is_the_acceptance_of_sampled_drafts(pair):
     for name, checkpoint in pair.items():
         with own_attention(checkpoint.model):
             models[name] = Divergence(checkpoint.model, text, {})
-    target, drafter = models["target"], models["drafter"]
-    floats = Recipe("none")
+    target, drafter, floats = models["target"], models["drafter"], Recipe("none")
     with own_attention(target.model), own_attention(drafter.model):
         assert target.overlap(floats, target) == pytest.approx(1.0, abs=1e-5)
         p, q = (torch.cat(m._logprobs).exp() for m in (target, drafter))

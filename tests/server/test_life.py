@@ -104,8 +104,7 @@ def test_sigterm_lets_texts_end(toy):
         for thread in threads:
             thread.join(60)
         assert [answer.status_code for answer in answers] == [200, 200]
-        counts = {a.json()["usage"]["completion_tokens"] for a in answers}
-        assert counts == {60, 20}
+        assert {a.json()["usage"]["completion_tokens"] for a in answers} == {60, 20}
         assert process.wait(60) == 0
         drain, *requests = process.stderr.read().splitlines()
         assert drain == "finishing 2 texts, at most 30 s; Ctrl-C cuts them"
@@ -129,8 +128,7 @@ def test_a_second_ctrl_c_cuts_the_text_and_answers(toy, stream):
         thread.join(60)
         assert '"server_error"' in answers[0].text
         assert answers[0].text.rstrip().endswith("[DONE]") == stream
-        line = process.stderr.read()
-        answered = ANSWERED.replace("200", "503")
+        line, answered = process.stderr.read(), ANSWERED.replace("200", "503")
         tokens = re.fullmatch(rf"{answered}, (\d+) tokens, \d+ ms\n", line)
         assert tokens, line
         assert int(tokens[1]) < LONG["max_tokens"]
@@ -392,8 +390,7 @@ def test_whose_watchdog_it_is():
     def seconds(**more):
         return Systemd({"WATCHDOG_USEC": "2000000", **more}).watchdog_seconds
 
-    assert seconds() == 2.0
-    assert seconds(WATCHDOG_PID=str(os.getpid())) == 2.0
+    assert (seconds(), seconds(WATCHDOG_PID=str(os.getpid()))) == (2.0, 2.0)
     assert seconds(WATCHDOG_PID="1") is None
     assert seconds(WATCHDOG_USEC="x") is None
 
@@ -508,8 +505,7 @@ def test_a_server_shares_beginnings(pool, tmp_path):
             for model in pool.models:
                 model.forget()
         client.close()
-    cached = [a.usage.prompt_tokens_details.cached_tokens for a in answers]
-    assert cached == [0, 0, 100]
+    assert [a.usage.prompt_tokens_details.cached_tokens for a in answers] == [0, 0, 100]
 
 
 def test_where_no_prefix_can_be_kept(pool, tmp_path):

@@ -121,8 +121,7 @@ def streamed(address, path, body, usage: bool) -> list[dict]:
 def test_a_chat(address, case):
     body = {"messages": HELLO, **CHATS[case]}
     whole = post(address, "chat/completions", body)
-    answer = checked(module.ChatCompletion, whole, ours_of(body))
-    (choice,) = answer.choices
+    (choice,) = checked(module.ChatCompletion, whole, ours_of(body)).choices
     calls = choice.message.tool_calls or []
     assert bool(calls) == ("tools" in body) == (choice.finish_reason == "tool_calls")
     assert (choice.finish_reason == "length") == (case == "length")
@@ -141,8 +140,7 @@ def test_a_streamed_chat(address, case, usage):
         checked(module.ChatCompletionChunk, chunk, ours_of(body))
         for chunk in streamed(address, "chat/completions", body, usage)
     ]
-    head = {(c.id, c.created, c.model, c.system_fingerprint) for c in chunks}
-    assert len(head) == 1
+    assert len({(c.id, c.created, c.model, c.system_fingerprint) for c in chunks}) == 1
     first, *middle, last = (chunk.choices[0] for chunk in chunks if chunk.choices)
     assert first.delta.model_fields_set == {"role", "content", "refusal"}
     assert last.delta.model_fields_set == set()
@@ -235,15 +233,14 @@ def test_models(address):
 
 def test_errors(address):
     chat = "v1/chat/completions"
-    answers = [
+    for answer in [
         httpx.post(f"{address}/{chat}", json={"messages": []}),
         httpx.post(f"{address}/{chat}", json={"messages": HELLO, "model": "x"}),
         httpx.post(f"{address}/{chat}", content=b"{"),
         httpx.get(f"{address}/{chat}"),
         httpx.get(f"{address}/v1/models/x"),
         httpx.get(f"{address}/v3"),
-    ]
-    for answer in answers:
+    ]:
         assert answer.json().keys() == {"error"}
         checked(ErrorObject, answer.json()["error"])
 
@@ -251,8 +248,7 @@ def test_errors(address):
 def test_transcripts(whisper):
     sound = whispers.wav(whispers.sound(2.5))
     with Pool(whisper / "bundle", 1, threads=1) as pool:
-        model = pool.models[0].twin()
-        wanted = model.transcribe(sound, language="en", logprobs=0)
+        wanted = pool.models[0].twin().transcribe(sound, language="en", logprobs=0)
         with served(app.Service(pool, "whisper", Limits())) as address:
 
             def heard(form):

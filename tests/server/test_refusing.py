@@ -263,8 +263,7 @@ def test_codes_and_params(service, address):
     assert (answer["code"], answer["param"]) == (None, "top_p")
     answer = error(post(address, {**GOOD, "max_tokens": 0}))
     assert answer["param"] == "max_tokens"
-    locked = Service(service.pool, "toy", api_key="sesame")
-    with served(locked) as other:
+    with served(Service(service.pool, "toy", api_key="sesame")) as other:
         assert error(post(other, GOOD))["code"] == "invalid_api_key"
 
 
@@ -328,8 +327,7 @@ def test_a_body_that_does_not_come(address, monkeypatch):
 
 
 def test_keys(service):
-    locked = Service(service.pool, "toy", api_key="sesame")
-    with served(locked) as address:
+    with served(Service(service.pool, "toy", api_key="sesame")) as address:
         for given in ({}, {"Authorization": "Bearer x"}, {"Authorization": "sesam"}):
             assert_error(post(address, GOOD, **given), 401, "API key")
             for path in ("v1/models", "v1/models/toy", "metrics"):
@@ -347,8 +345,7 @@ def test_who_can_reach_an_address():
 
 def ask(address, host):
     with connect(address) as line:
-        named = request(GOOD).replace(b"localhost", host.encode("latin-1"))
-        line.sendall(named)
+        line.sendall(request(GOOD).replace(b"localhost", host.encode("latin-1")))
         line.shutdown(socket.SHUT_WR)
         return int(read(line).replace(b"HTTP/1.1 100 Continue\r\n\r\n", b"")[9:12])
 
@@ -366,8 +363,7 @@ def test_a_request_without_a_host_is_refused(address):
 
 def test_hosts_are_parsed():
     assert [host_name(host) for host in MALFORMED] == [None] * len(MALFORMED)
-    assert host_name("robot.local:80") == "robot.local"
-    assert host_name("[::1]") == "::1"
+    assert (host_name("robot.local:80"), host_name("[::1]")) == ("robot.local", "::1")
 
 
 @pytest.mark.parametrize("key", ["", " key", "a key", "key\n", "schlüssel"])
@@ -387,8 +383,7 @@ def limited(toy):
 
 
 def timed(address, body, path="/v1/completions"):
-    start = time.monotonic()
-    connection = send(address, body, path)
+    start, connection = time.monotonic(), send(address, body, path)
     answer = connection.getresponse()
     found = answer.status, json.loads(answer.read())
     connection.close()

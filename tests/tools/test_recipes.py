@@ -208,8 +208,7 @@ def test_the_front_has_the_points_that_no_point_beats(rises, front):
 
 def test_a_picture_names_each_point_once(tmp_path, monkeypatch):
     figure = pytest.importorskip("matplotlib.figure").Figure
-    drawn = []
-    save = figure.savefig
+    drawn, save = [], figure.savefig
     monkeypatch.setattr(
         figure,
         "savefig",
@@ -240,8 +239,7 @@ def test_a_model_agrees_with_itself(bundle, model):
     other = package.load(bundle, threads=1)
     windows = [list(range(1, 100)), [5, 6, 7]]
     quality = compare(model.parts.target, other.parts.target, windows)
-    assert quality.kl_mean == 0.0
-    assert quality.top1_agreement == 1.0
+    assert (quality.kl_mean, quality.top1_agreement) == (0.0, 1.0)
     assert quality.counted == 98 + 2
     assert model.parts.target.cache.length == 0
 
@@ -296,8 +294,7 @@ def test_a_script_without_merges_takes_a_token_for_each_byte(file, write):
 
 
 def test_a_draft_vocabulary_covers_the_tokens_that_are_in_it(file, write):
-    the = tokenizer().encode(" the").ids
-    text = write("en", " the the self")
+    the, text = tokenizer().encode(" the").ids, write("en", " the the self")
     row = rows_of(file, text, draft_vocabulary=the)["en", WHOLE_TEXT]
     assert row.coverage == 2 / row.tokens
     assert rows_of(file, text)["en", WHOLE_TEXT].coverage is None
@@ -306,8 +303,7 @@ def test_a_draft_vocabulary_covers_the_tokens_that_are_in_it(file, write):
 def test_the_most_frequent_tokens_are_measured_on_other_text(file, write):
     """The first half repeats a token that the second half lacks."""
     row = rows_of(file, write("en", " the" * 8 + " self" * 8), most_frequent=1)
-    assert row["en", WHOLE_TEXT].tokens == 16
-    assert row["en", WHOLE_TEXT].coverage == 0.0
+    assert (row["en", WHOLE_TEXT].tokens, row["en", WHOLE_TEXT].coverage) == (16, 0.0)
     mixed = rows_of(file, write("en", "д " + " the" * 40), most_frequent=1)
     assert mixed["en", "cyrillic"].coverage is None  # the second half has none
     both = rows_of(file, write("en", " the self" * 8), most_frequent=2)

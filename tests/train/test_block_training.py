@@ -49,8 +49,7 @@ def test_a_dflash_folder_has_the_published_names(target, text, tmp_path):
     run = prepare(target, tmp_path / "out", text, "dflash", half=True)
     fields, tensors = run.task.contents(run, run.weights, None)
     assert fields["architectures"] == ["DFlashDraftModel"]
-    assert fields["block_size"] == 4
-    assert fields["num_target_layers"] == 5
+    assert (fields["block_size"], fields["num_target_layers"]) == (4, 5)
     # Three outputs of five layers, 1 + i * (5 - 4) / 2.
     assert fields["dflash_config"] == {
         "mask_token_id": run.task.config.mask_token,
@@ -137,8 +136,7 @@ def test_many_blocks_in_one_pass_are_the_blocks_alone(target, text, tmp_path, ki
     torch.manual_seed(2)
     ids = torch.randint(1, VOCAB_SIZE, (1, 12))
     states = [torch.randn(1, 12, 64) for _ in run.task.config.taps]
-    logits = torch.randn(1, 12, VOCAB_SIZE)
-    known = torch.ones(1, 12, dtype=torch.bool)
+    logits, known = torch.randn(1, 12, VOCAB_SIZE), torch.ones(1, 12, dtype=torch.bool)
     lesson = Lesson(ids, ids, states, logits, logits, known)
     anchors, shown = torch.tensor([[3, 7, 9]]), torch.tensor([[0, 2, 1]])
     real = torch.ones(1, 3, dtype=torch.bool)

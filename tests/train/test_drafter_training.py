@@ -224,8 +224,7 @@ def test_the_advised_size_is_the_largest_that_is_cheap(tmp_path):
     checkpoint = Checkpoint.load(
         str(save_checkpoint(tmp_path / "t", config)), torch.float32
     )
-    whole = config.to_dict()
-    widths = []
+    whole, widths = config.to_dict(), []
     for draft_vocab in (None, 256):
         advised = advised_config(checkpoint, None, None, draft_vocab)
         assert (
@@ -300,8 +299,7 @@ def test_unrolled_steps_are_those_of_a_draft(target, text, tmp_path):
     with torch.no_grad():
         predictions = run.task.predictions(head, lesson, learns=False)
         steps = [logits[0, slot] for _, logits in predictions]
-        cache = DynamicCache()
-        positions = torch.arange(slot + 1)[None]
+        cache, positions = DynamicCache(), torch.arange(slot + 1)[None]
         hidden, carried = head(
             ids[:, 1 : slot + 2], features[:, : slot + 1], positions, cache
         )
@@ -389,8 +387,7 @@ def _assert_exports_refused(out, bundle):
         refused = run_jetdraft("export", out, "-o", bundle)
         assert_refused(refused, "does not fit streams.json")
     save_file(embeddings, weights)
-    own = model.read_bytes()
-    config = llama_config(num_hidden_layers=4)
+    own, config = model.read_bytes(), llama_config(num_hidden_layers=4)
     other = save_checkpoint(out.parent / "other", config, seed=9)
     model.write_bytes((other / "model.safetensors").read_bytes())
     refused = run_jetdraft("export", out, "-o", bundle)
@@ -431,8 +428,7 @@ def test_lossless_training_leaves_the_main_rows_alone(tuned, text, tmp_path):
     run = made(StreamTask, tuned, folder, [text], STREAMS, QUICK)
     run.run(reports.append)
     seen = [r.validation["main_loss"] for r in reports if r.validation]
-    assert len(seen) == 3
-    assert len(set(seen)) == 1
+    assert (len(seen), len(set(seen))) == (3, 1)
     described = json.loads((folder / "streams.json").read_text())
     assert described["positions"] == "row + stream"
     assert described["parameters"] == run.task.counts(run)

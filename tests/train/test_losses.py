@@ -96,8 +96,7 @@ def masked(streamed, batch):
 
 
 def test_gradients_are_those_of_streams_on_all_rows(streamed):
-    batch = collate(SEQUENCES)
-    gradients = []
+    batch, gradients = collate(SEQUENCES), []
     for loss in (
         lambda: masked(streamed, batch),
         lambda: compute_losses(streamed, batch, GAMMA).total(SHARED, ONES),
@@ -163,8 +162,7 @@ def test_jensen_shannon_goes_from_one_divergence_to_the_other():
     wanted, got = pair()
     js = DIVERGENCES[module.JENSEN_SHANNON]
     for beta, other in ((1e-6, "forward-kl"), (1 - 1e-6, "reverse-kl")):
-        small = min(beta, 1 - beta)
-        expected = DIVERGENCES[other](wanted, got, 0.0)
+        small, expected = min(beta, 1 - beta), DIVERGENCES[other](wanted, got, 0.0)
         torch.testing.assert_close(
             js(wanted, got, beta) / small, expected, rtol=1e-2, atol=1e-3
         )
@@ -254,8 +252,7 @@ def test_a_cut_vocabulary_is_compared_within_itself():
     can_draft = torch.zeros(12).bool()
     can_draft[[2, 3, 4, 6]] = True
     found = compare_missed(logits, LessonBatch.of([ONE, OTHER]), can_draft)
-    targets = {6: 2.0, 2: 1.0}, {3: 1.0, 4: 0.0}
-    pairs = zip(logits[[0, 2]], targets, strict=True)
+    pairs = zip(logits[[0, 2]], ({6: 2.0, 2: 1.0}, {3: 1.0, 4: 0.0}), strict=True)
     terms = [expected(*pair, can_draft) for pair in pairs]
     assert found.places == 2
     assert torch.allclose(found.loss, torch.stack(terms).mean())

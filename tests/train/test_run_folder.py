@@ -163,8 +163,7 @@ def test_a_cpu_multiplies_in_bfloat16_where_that_is_fast(fast, monkeypatch):
 
 
 def test_ctrl_c_waits_for_the_end_of_a_step():
-    steps = []
-    before = signal.getsignal(signal.SIGINT)
+    steps, before = [], signal.getsignal(signal.SIGINT)
 
     def step():
         with defer_interrupts():

@@ -82,8 +82,7 @@ def world(tmp_path_factory):
 
 
 def prepare(world, output, options=QUICK, data=None, **changes):
-    settings = replace(SETTINGS, **changes)
-    data = [data or world[2]]
+    settings, data = replace(SETTINGS, **changes), [data or world[2]]
     return made(SourceBlockTask, world[1], output, data, settings, options)
 
 

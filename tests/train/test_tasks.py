@@ -142,8 +142,7 @@ def test_the_table_has_all_tasks():
 def targets(tmp_path_factory) -> Callable[[str], tuple[str, Path]]:
     folder = tmp_path_factory.mktemp("targets")
     llama = save_checkpoint(folder / "llama", llama_config(num_hidden_layers=6))
-    text = write_periodic(folder / "text.txt")
-    pairs = folder / "pairs.jsonl"
+    text, pairs = write_periodic(folder / "text.txt"), folder / "pairs.jsonl"
     line = {"prompt": " self for", "completion": " in range print" * 3}
     pairs.write_text(f"{json.dumps(line)}\n" * 16)
     source = save(folder / "t5", CONFIGS["t5"])

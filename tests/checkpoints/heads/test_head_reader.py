@@ -61,16 +61,14 @@ def drafted(head, states, taps):
         hidden, carried = head(tokens, features, positions, cache)
         rows = [head.lm_head(hidden)[0]]
         for step in range(STEPS):
-            token = torch.tensor([[7 + step]])
-            position = torch.tensor([[ROWS + step]])
+            token, position = torch.tensor([[7 + step]]), torch.tensor([[ROWS + step]])
             hidden, carried = head(token, carried[:, -1:], position, cache)
             rows.append(head.lm_head(hidden)[0])
     return torch.cat(rows)
 
 
 def expected(compute, embedding, lm_head, states, features):
-    tokens = states.tokens
-    rows = []
+    tokens, rows = states.tokens, []
     for step in range(STEPS + 1):
         hidden, carried = compute(embedding[tokens], features)
         logits = F.linear(hidden, lm_head)

@@ -43,8 +43,7 @@ def adaptive(slope=0.1, draft_ms=0.05, widths=WIDTHS):
 def test_fixed_keeps_its_length_and_respects_room():
     proposer = Named("draft")
     fixed = module.FixedController(proposer, 4)
-    assert fixed.assign(10, {}).budget == 4
-    assert fixed.assign(2, {}).budget == 2
+    assert (fixed.assign(10, {}).budget, fixed.assign(2, {}).budget) == (4, 2)
     assert fixed.assign(10, {proposer: 0}) == NO_DRAFT
     assert module.FixedController(None, 0).assign(10, {}) == NO_DRAFT
 
@@ -59,8 +58,7 @@ def test_good_drafts_get_longer():
 
 
 def test_bad_drafts_are_switched_off():
-    controller = adaptive(slope=0.3, draft_ms=0.2)
-    off = 0
+    controller, off = adaptive(slope=0.3, draft_ms=0.2), 0
     for _ in range(60):
         assignment = controller.assign(15, {})
         off += assignment == NO_DRAFT
@@ -250,8 +248,7 @@ def branching(slope, rate=0.5, ends_at_gap=True, allowed=True):
 
 def test_free_rows_become_branches():
     assignment = branching(slope=0.0).assign(15, {})
-    assert assignment.budget == 15
-    assert len(assignment.parents) == 15
+    assert (assignment.budget, len(assignment.parents)) == (15, 15)
     assert assignment.parents.count(0) > 1
 
 
@@ -304,8 +301,7 @@ def simulate(
     passes = dict(controller.curve.passes)
     lengths, tokens, spent = [], 0, 0.0
     for number in range(rounds):
-        drafted = controller.assign(15, {}).budget
-        accepted = 0
+        drafted, accepted = controller.assign(15, {}).budget, 0
         while accepted < drafted and chance.random() < rate_at(number):
             accepted += 1
         width = max(drafted + 1, min(widths))
@@ -415,10 +411,9 @@ def with_experts(touched):
 
 def test_rows_with_other_experts_are_not_drafted():
     alike, measured = [8] * 16, [8 * w for w in range(1, 17)]
-    others = [8 + 60 * w for w in range(16)]
     lengths = [
         with_experts(touched).assign(15, {}).budget
-        for touched in (alike, measured, others)
+        for touched in (alike, measured, [8 + 60 * w for w in range(16)])
     ]
     # Two rows are the narrowest pass, whose second row is carried anyway.
     assert lengths[0] > lengths[1] > lengths[2] == 1

@@ -113,8 +113,7 @@ def test_each_user_has_lessons(toy, tmp_path):
 def test_new_weights_wait_for_a_rate_before_them(toy, tmp_path, plain):
     same = {"model.embed_tokens.weight": arrays_of(toy)["model.embed_tokens.weight"]}
     with load(toy, tmp_path) as model:
-        name = put_on_trial(tmp_path, toy, same)
-        weights = model.parts.learning.weights
+        name, weights = put_on_trial(tmp_path, toy, same), model.parts.learning.weights
         target = model.parts.target.sessions.any.session
         before = model.parts.drafter.sessions.any.session
         rounds(model, VERDICT_TOKENS, plain)
@@ -248,8 +247,7 @@ def test_two_processes_share_a_folder(toy, tmp_path):
     assert one == other != b""
     with load(toy, tmp_path / "learned") as model:
         kept = model.parts.learning.lessons
-        assert len(kept.read()) == 24
-        assert kept.clear("ann") == 12
+        assert (len(kept.read()), kept.clear("ann")) == (24, 12)
 
 
 def test_a_drafter_is_needed(toy, tmp_path):

@@ -223,8 +223,7 @@ class Recorder(Proposer):
         parents = list(range(-1, budget))
         if self.branching:
             parents = [-1, *(int(random.integers(row + 1)) for row in range(budget))]
-        right = random.integers(budget + 1)
-        tokens = [context[-1]]
+        right, tokens = random.integers(budget + 1), [context[-1]]
         for row, depth in enumerate(Rows([0] * (budget + 1), parents).depths):
             if row:
                 at = len(context) + depth - 1

@@ -59,8 +59,7 @@ def paths(rows):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_every_path_has_the_logits_of_a_chain(float_model, seed):
-    random = np.random.default_rng(seed)
-    graph = float_model.parts.target
+    random, graph = np.random.default_rng(seed), float_model.parts.target
     tokens = random.integers(0, 288, 12).tolist()
     rows = Rows(tokens, random_parents(random, 12)).depth_first()
     prefill(graph, PROMPT)
@@ -73,8 +72,7 @@ def test_every_path_has_the_logits_of_a_chain(float_model, seed):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_all_paths_are_those_of_a_chain_bit_by_bit(model, seed):
-    random = np.random.default_rng(seed)
-    graph, width = model.parts.target, 8
+    random, graph, width = np.random.default_rng(seed), model.parts.target, 8
     assert model.parts.widths.skips_agree
     rows = Rows(random.integers(0, 288, width).tolist(), random_parents(random, width))
     prefill(graph, PROMPT)

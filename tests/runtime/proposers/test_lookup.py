@@ -42,8 +42,7 @@ def test_what_followed_the_last_time_is_drafted(context, options, expected):
 
 
 def test_drafted_tokens_are_looked_up_and_forgotten():
-    proposer = module.LookupProposer()
-    context = [1, 2, 3, 4, 5, 9, 1, 2]
+    proposer, context = module.LookupProposer(), [1, 2, 3, 4, 5, 9, 1, 2]
     assert proposer.propose(context, 2).tokens[1:] == [3, 4]
     assert proposer.guess_after([3, 4], 3).tokens == [5, 9, 1]
     assert proposer.guess_after([7], 3).tokens == []

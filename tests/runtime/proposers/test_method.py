@@ -323,8 +323,7 @@ def test_a_tree_wider_than_the_passes_of_a_bundle(model, monkeypatch):
     widths = dataclasses.replace(model.parts.widths, classes=[[1], [2, 4]], base=2)
     monkeypatch.setattr(model.parts.survey, "_widths", widths)
     model.stream(**DRAFT, drafting={**KARY, "branching": [3]})
-    words = "has 6 rows, a pass of this bundle holds 3 beside the root"
-    with refused_option(words):
+    with refused_option("has 6 rows, a pass of this bundle holds 3 beside the root"):
         model.stream(**DRAFT, drafting=KARY)
 
 

@@ -164,8 +164,7 @@ def test_of_several_templates_one_is_for_tools():
     assert template.render([user_message("a")]) == "1"
     assert template.render([user_message("a")], **TOOLS) == "1s"
     for names, expected in (("default", "{{ 1 }}\n"), ("tool_use", None)):
-        part = {name: several[name] for name in [names]}
-        assert chat_template(part) == expected
+        assert chat_template({name: several[name] for name in [names]}) == expected
 
 
 def test_a_refusal_has_the_templates_words_and_the_roles():
@@ -231,8 +230,7 @@ def test_what_cannot_be_computed_is_one_line(source, monkeypatch):
     monkeypatch.setattr(sandbox, "MAX_SECONDS", 0.2)
     with pytest.raises(OptionError, match="refuses these messages") as caught:
         ChatTemplate(source, {}).render([user_message("a")])
-    assert str(caught.value).count("\n") == 0
-    assert caught.value.field == "messages"
+    assert (str(caught.value).count("\n"), caught.value.field) == (0, "messages")
 
 
 @pytest.mark.parametrize(

@@ -61,8 +61,7 @@ def test_the_graph_drafts_what_the_module_computes_anew(floats):
     model, module, features = floats
     model.forget()
     parts, follower = model.parts, model.parts.draft_cache
-    kept = parts.bundle.draft_vocabulary()
-    states = features[0].numpy()
+    kept, states = parts.bundle.draft_vocabulary(), features[0].numpy()
     np.testing.assert_allclose(
         parts.target.run(TEXT[:16]).features, states[:16], atol=1e-4
     )
@@ -105,8 +104,7 @@ def test_a_path_of_a_tree_is_a_chain(floats):
 
 
 def test_a_tree_of_single_children_is_the_chain(model):
-    own = methods()["falcon"]
-    prompt = model.parts.text.encode(PERIOD * 2)
+    own, prompt = methods()["falcon"], model.parts.text.encode(PERIOD * 2)
     states = model.parts.target.run(prompt[:-1]).features.copy()
     follower, drafts = model.parts.draft_cache, []
     for options in ({}, {"tree": "k-ary", "branching": (1,) * 6}):
@@ -121,8 +119,7 @@ def test_a_tree_of_single_children_is_the_chain(model):
 
 
 def test_a_pass_drafts_a_block(model):
-    follower = model.parts.draft_cache
-    prompt = model.parts.text.encode(PERIOD * 2)
+    follower, prompt = model.parts.draft_cache, model.parts.text.encode(PERIOD * 2)
     states = model.parts.target.run(prompt[:-1]).features.copy()
     own = methods()["falcon"]
     for options in ({}, {"tree": "k-ary", "branching": (2, 1, 1, 1, 1, 1)}):

@@ -89,8 +89,7 @@ def test_all_caches_hold_what_a_fresh_prefill_holds(model, plain, accepted):
     assert len(path) == 1 + accepted
     assert leading.commit(path, ends_at_gap=True) == len(path)
     assert leading.ahead == []
-    sequence = [*prompt, *draft[: 1 + accepted]]
-    first = len(prompt)
+    sequence, first = [*prompt, *draft[: 1 + accepted]], len(prompt)
     follower.observe(first, sequence[first:], answer.features[path])
     assert follower.follow([*sequence, text[1 + accepted]]) is not None
     fed = len(follower.tokens)

@@ -99,8 +99,7 @@ def test_integers_and_a_cut_vocabulary_are_made_again(quantized):
     for name, weight in checkpoint.model.named_parameters():
         if "proj" in name:
             weight.add_(0.2 * torch.randn_like(weight))
-    tokens = [5, 8, 9, 40, 41, 7, 100, 3]
-    model = checkpoint.model
+    tokens, model = [5, 8, 9, 40, 41, 7, 100, 3], checkpoint.model
     model.set_attn_implementation("eager")
     with torch.no_grad():
         wanted = model(input_ids=torch.tensor([tokens])).logits[0]
@@ -269,8 +268,7 @@ def test_what_follows_a_rest_is_not_counted(clock):
 
 
 def test_it_waits_while_the_board_is_hot(clock, tmp_path, monkeypatch):
-    root = write(tmp_path, POWER)
-    powers = iter([12.0, 11.0, 3.0])
+    root, powers = write(tmp_path, POWER), iter([12.0, 11.0, 3.0])
     monkeypatch.setattr(Rail, "watts", lambda self: next(powers))
     pace = Pace(seconds=1.0, watts=10.0, root=root)
     assert pace.wait_for_step()
@@ -317,8 +315,7 @@ def load(target):
 def test_a_wrong_place_counts_in_each_step_that_reaches_it(world):
     """Row t of step i says what a draft from row t says of token t + 2 + i."""
     student = load_student(Bundle.open(world / "bundle"))
-    head = student.load({})
-    tokens = np.arange(1, 20)
+    head, tokens = student.load({}), np.arange(1, 20)
     _, first, *_ = student.bundle.draft_vocabulary()
     ids, logits = np.array([[first, 0]]), np.array([[2.0, 1.0]], np.float32)
     assert [
