@@ -160,10 +160,8 @@ def toy_model(toy: Path) -> Iterator[jetdraft.Model]:
 @pytest.fixture(scope="session")
 def pair(once: Once) -> Pair:
     return Pair(
-        once("target", lambda folder: save_checkpoint(folder, llama_config(), seed=0)),
-        once(
-            "drafter", lambda folder: save_checkpoint(folder, drafter_config(), seed=1)
-        ),
+        once("target", lambda place: save_checkpoint(place, llama_config(), seed=0)),
+        once("drafter", lambda place: save_checkpoint(place, drafter_config(), seed=1)),
     )
 
 

@@ -222,13 +222,11 @@ def make_with_head(
     else:
         np.save(folder / "drafter-vocabulary.npy", ids)
     vocabulary = {"vocabulary_file": "drafter-vocabulary.npy", **fields}
-    entries = {
+    two = {
         "target": GraphEntry("target.onnx", TARGET, {}, "here", 1),
         "drafter": GraphEntry("drafter.onnx", head, {}, "here", 1, **vocabulary),
     }
-    Bundle(
-        path=folder, graphs=entries, eos_token_ids=(0,), provider="cpu", tools={}
-    ).save()
+    Bundle(path=folder, graphs=two, eos_token_ids=(0,), provider="cpu", tools={}).save()
     return folder
 
 

@@ -24,10 +24,8 @@ TEXT = json.dumps(asdict(CONTRACT))
 
 def reported(specs):
     return [
-        SimpleNamespace(
-            name=spec.name, type=ONNX_TYPES[spec.dtype], shape=list(spec.shape)
-        )
-        for spec in specs
+        SimpleNamespace(name=it.name, type=ONNX_TYPES[it.dtype], shape=list(it.shape))
+        for it in specs
     ]
 
 
@@ -201,14 +199,12 @@ def test_halves_share_the_layers_and_the_states_between_them():
 
 def test_an_early_exit_reads_parents_and_gives_scores():
     plain = SplitContract.of(CONTRACT, 1, 48)
-    halves = SplitContract.of(
-        replace(CONTRACT, tree=True, streams=3), 1, 48, scores=True
-    )
-    added = {s.name for s in halves.lower_inputs} - {s.name for s in plain.lower_inputs}
+    both = SplitContract.of(replace(CONTRACT, tree=True, streams=3), 1, 48, scores=True)
+    added = {s.name for s in both.lower_inputs} - {s.name for s in plain.lower_inputs}
     assert added == {"draft_mask", "draft_start", "parents"}
-    mask = next(s for s in halves.lower_inputs if s.name == "draft_mask")
+    mask = next(s for s in both.lower_inputs if s.name == "draft_mask")
     assert mask.shape == (1 + CONTRACT.max_width, "n"), "the lower half has no probes"
-    added = set(halves.lower_outputs) - set(plain.lower_outputs)
+    added = set(both.lower_outputs) - set(plain.lower_outputs)
     assert [(spec.name, spec.shape) for spec in added] == [("scores", (1, "n"))]
 
 

@@ -29,10 +29,8 @@ KEY = "a-key-of-this-test"
 TESTS = 60
 
 
-def run(name, *arguments):
-    return printed(
-        sys.executable, EXAMPLES / name, *arguments, timeout=500
-    ).splitlines()
+def run(name, *words):
+    return printed(sys.executable, EXAMPLES / name, *words, timeout=500).splitlines()
 
 
 @pytest.fixture

@@ -100,14 +100,12 @@ def test_the_head_is_right_often_and_never_changes_the_text(with_head, temperatu
     total = None
     for prompt in (json.loads(line)["prompt"] for line in lines):
         plain = with_head.generate(prompt, method="none", **options)
-        result = with_head.generate(
-            prompt, method="eagle", num_draft_tokens=3, **options
-        )
-        assert result.token_ids == plain.token_ids
+        text = with_head.generate(prompt, method="eagle", num_draft_tokens=3, **options)
+        assert text.token_ids == plain.token_ids
         if total is None:
-            total = result.stats
+            total = text.stats
         else:
-            total.merge(result.stats)
+            total.merge(text.stats)
     rates, floors = total.accepted_by_position, HEAD_FLOORS[temperature]
     assert all(r >= f for r, f in zip(rates, floors, strict=True)), rates
 

@@ -157,14 +157,12 @@ def test_trees_of_sixty_rows_keep_their_published_share():
 
 def said_by_probes(folder: Path) -> Tensor:
     checkpoint, _ = teacher.load_target(str(folder))
-    probed = load_probes(checkpoint.model, read_settings(folder), folder, 1.0)
+    made = load_probes(checkpoint.model, read_settings(folder), folder, 1.0)
     ids = torch.arange(1, 61)[None]
     plain, _ = teacher.load_target(str(folder))
     cache = plain.model(input_ids=ids, use_cache=True).past_key_values
     places = blocks.Blocks.spread(data.Batch(ids, ids), 15)
-    return prompt_logits(
-        probed.prompts, plain.model, places.anchors, ids.shape[1], cache
-    )
+    return prompt_logits(made.prompts, plain.model, places.anchors, ids.shape[1], cache)
 
 
 def run(command, *arguments: object) -> None:

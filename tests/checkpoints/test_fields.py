@@ -232,9 +232,7 @@ def test_a_request_cannot_bring_back_what_is_never_written():
         assert found["stop"] == ["x"]
 
 
-def test_stop_texts_of_the_checkpoint_count_unless_a_flag_gives_others(
-    settled, tmp_path
-):
+def test_stop_texts_of_the_checkpoint_count_unless_flags_give_others(settled, tmp_path):
     _, folder, _ = settled
     bundle = shutil.copytree(folder / "free", tmp_path / "bundle")
     manifests.edit(bundle, generation={})

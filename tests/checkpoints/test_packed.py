@@ -251,16 +251,14 @@ def shuffled(seed):
 )
 def test_inputs_in_another_order(base, flavour, seed, products):
     settings = {**FORMATS["gptq"][1], "desc_act": True}
-    integers, scales, zeros = quantize(base, shuffled(seed), settings, symmetric=True)[
-        Q
-    ]
+    ints, scales, zeros = quantize(base, shuffled(seed), settings, symmetric=True)[Q]
     model = Checkpoint.load(str(base), torch.float32).model
     groups = load_file(base / "model.safetensors")[f"{Q}.g_idx"].numpy()
     order = np.argsort(groups, kind="stable")
-    expected = np.zeros(integers.shape, np.float32)
+    expected = np.zeros(ints.shape, np.float32)
     for place, row in enumerate(order):
         scale, zero = scales[:, place // GROUP], zeros[:, place // GROUP]
-        expected[:, row] = (integers[:, place].astype(np.float32) - zero) * scale
+        expected[:, row] = (ints[:, place].astype(np.float32) - zero) * scale
     found = model.get_submodule(Q).weight.detach().float().numpy()
     np.testing.assert_allclose(found, expected, atol=1e-2)
     export(str(base), base.parent / "bundle", options=quick(flavour=flavour))
@@ -431,12 +429,10 @@ def test_what_a_model_computes_for_itself_is_not_rounded(tmp_path):
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
     model.bfloat16().save_pretrained(folder)
     found = Checkpoint.load(str(folder), torch.float32).model
-    whole = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32
-    )
-    assert torch.equal(logits(found), logits(whole))
+    own = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    assert torch.equal(logits(found), logits(own))
     rounded = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
-    assert not torch.equal(logits(rounded.float()), logits(whole)), "it would matter"
+    assert not torch.equal(logits(rounded.float()), logits(own)), "it would matter"
 
 
 def test_a_traced_graph_holds_no_copy_of_a_matrix(half):

@@ -50,11 +50,9 @@ def test_from_a_text_to_drafts(target, text, tmp_path):
     assert "streams       2 in the top 2 layers, lossless" in shown
     how = ("--max-new-tokens", "24", "--threads", "1", "--json")
     write = ("generate", bundle, "-p", " self", *how, "--method")
-    plain, drafted = (
-        json.loads(jetdraft(*write, m).stdout) for m in ("none", "stream")
-    )
-    assert drafted["token_ids"] == plain["token_ids"]
-    assert drafted["stats"]["drafted_tokens"] > 0
+    plain, drawn = (json.loads(jetdraft(*write, m).stdout) for m in ("none", "stream"))
+    assert drawn["token_ids"] == plain["token_ids"]
+    assert drawn["stats"]["drafted_tokens"] > 0
 
 
 def test_a_missing_target(text, tmp_path):

@@ -107,20 +107,18 @@ def test_the_head_has_fewer_rows_and_the_embedding_stays_quantized(cut):
 
 def test_its_logits_are_those_of_the_whole_head(cut, pair):
     tokens = [5, 80, 33, 260, 12]
-    answer = Opener(cut, PROVIDERS["cpu"], ONE_THREAD).graph(cut.drafter).run(tokens)
+    ours = Opener(cut, PROVIDERS["cpu"], ONE_THREAD).graph(cut.drafter).run(tokens)
     model = Checkpoint.load(str(pair.drafter), torch.float32).model
     with torch.no_grad(), own_attention(model):
-        logits = model(torch.tensor([tokens])).logits[0].numpy()
+        rows = model(torch.tensor([tokens])).logits[0].numpy()
     ids = cut.draft_vocabulary()
-    assert set(answer.candidates.ravel().tolist()) <= set(ids.tolist())
-    near = {"atol": 0.03 * np.ptp(logits)}  # for integers of 8 bits
-    wanted = np.take_along_axis(logits, answer.candidates, 1)
-    np.testing.assert_allclose(answer.candidate_logits, wanted, **near)
-    np.testing.assert_allclose(
-        answer.candidate_logits[:, 0], logits[:, ids].max(1), **near
-    )
-    sums = np.log(np.exp(logits[:, ids]).sum(1))
-    np.testing.assert_allclose(answer.logsumexp, sums, **near)
+    assert set(ours.candidates.ravel().tolist()) <= set(ids.tolist())
+    near = {"atol": 0.03 * np.ptp(rows)}  # for integers of 8 bits
+    wanted = np.take_along_axis(rows, ours.candidates, 1)
+    np.testing.assert_allclose(ours.candidate_logits, wanted, **near)
+    np.testing.assert_allclose(ours.candidate_logits[:, 0], rows[:, ids].max(1), **near)
+    sums = np.log(np.exp(rows[:, ids]).sum(1))
+    np.testing.assert_allclose(ours.logsumexp, sums, **near)
 
 
 @pytest.mark.parametrize("way", [{}, {"temperature": 1.0, "seed": 4}])
@@ -316,15 +314,13 @@ def opened(padded, tmp_path_factory):
         model.close()
 
 
-def drafts_as_plain(model, prompt, count=24, **way):
+def drafts_as_plain(model, ids, count=24, **way):
     way |= {"max_new_tokens": 40, "ignore_eos": True, "logprobs": 5}
-    plain = model.generate(token_ids=prompt, method="none", **way)
-    drafted = model.generate(
-        token_ids=prompt, method="draft", num_draft_tokens=count, **way
-    )
-    assert drafted.token_ids == plain.token_ids
-    assert drafted.logprobs == plain.logprobs
-    return plain, drafted.stats
+    plain = model.generate(token_ids=ids, method="none", **way)
+    found = model.generate(token_ids=ids, method="draft", num_draft_tokens=count, **way)
+    assert found.token_ids == plain.token_ids
+    assert found.logprobs == plain.logprobs
+    return plain, found.stats
 
 
 @pytest.mark.parametrize("way", WAYS)

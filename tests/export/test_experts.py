@@ -191,12 +191,10 @@ def test_other_recipes_are_refused_before_a_weight_is_read(
     config.intermediate_size = size
     source = save_checkpoint(tmp_path / "source", config)
     own = recipe and Recipe.parse(recipe)
-    options = ExportOptions(own, fast=recipe is not None, kernel=kernel)
+    how = ExportOptions(own, fast=recipe is not None, kernel=kernel)
     seen = []
     with pytest.raises(OptionError, match=said):
-        export(
-            str(source), tmp_path / "bundle", None, options, lambda *at: seen.append(at)
-        )
+        export(str(source), tmp_path / "bundle", None, how, lambda *at: seen.append(at))
     assert not seen
 
 

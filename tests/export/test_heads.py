@@ -42,18 +42,16 @@ def loaded(source, target):
 @pytest.mark.parametrize("name", CAUSAL)
 def test_the_graph_does_what_the_module_does(made, name):
     bundle, target, source, _ = made(name)
-    features, candidates, values, carried = in_graphs(*graphs(bundle))
+    features, candidates, top, carried = in_graphs(*graphs(bundle))
     head, _ = loaded(source, target)
-    logits, states = in_torch(head, torch.tensor(features))
+    rows, states = in_torch(head, torch.tensor(features))
     np.testing.assert_allclose(carried, states, atol=2e-4)
     ids = np.arange(VOCAB_SIZE) if head.ids is None else head.ids.numpy()
     assert len(ids) == (VD if name in ("eagle3", "speculators") else VOCAB_SIZE)
-    best = np.argsort(-logits, axis=1)[:, :5]
+    best = np.argsort(-rows, axis=1)[:, :5]
     assert np.array_equal(candidates[:, :5], ids[best])
-    np.testing.assert_allclose(
-        values[:, :5], np.take_along_axis(logits, best, 1), atol=2e-4
-    )
-    assert np.ptp(logits) > 1, "too flat to prove anything"
+    np.testing.assert_allclose(top[:, :5], np.take_along_axis(rows, best, 1), atol=2e-4)
+    assert np.ptp(rows) > 1, "too flat to prove anything"
 
 
 @pytest.mark.parametrize("name", MTP)
@@ -77,10 +75,8 @@ def test_its_provider_must_have_the_kernels_of_the_targets_matrices(made, tmp_pa
 
 def bytes_of(bundle: Bundle, location: str) -> int:
     model = onnx.load(bundle.path / bundle.drafter.tree_file, load_external_data=False)
-    places = [
-        {e.key: e.value for e in t.external_data} for t in model.graph.initializer
-    ]
-    return sum(int(p["length"]) for p in places if p.get("location") == location)
+    spots = [{e.key: e.value for e in t.external_data} for t in model.graph.initializer]
+    return sum(int(p["length"]) for p in spots if p.get("location") == location)
 
 
 @pytest.mark.parametrize("tied", [True, False])

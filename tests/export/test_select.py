@@ -141,9 +141,7 @@ def test_the_attention_of_selected_rows_is_that_of_the_rows_alone(few, prompt):
 
 
 @pytest.mark.parametrize("tokens", [1, 5])
-def test_a_selection_of_just_all_rows_gives_the_answers_of_all_rows(
-    floats, prompt, tokens
-):
+def test_a_selection_of_all_rows_gives_the_answers_of_all_rows(floats, prompt, tokens):
     own = filled(floats.parts.target, prompt[: ROWS + 1]).make_selecting()
     rows = prompt[ROWS : ROWS + tokens]
     selected = own.run(rows).logits.copy()

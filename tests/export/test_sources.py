@@ -69,12 +69,10 @@ def family(request, pairs, tmp_path_factory):
     return request.param, model, own
 
 
-def own_logits(own, source, ids):
+def own_logits(own, text, ids):
     with torch.no_grad():
-        output = own(
-            input_ids=torch.tensor([source]), decoder_input_ids=torch.tensor([ids])
-        )
-    return output.logits[0].numpy()
+        out = own(input_ids=torch.tensor([text]), decoder_input_ids=torch.tensor([ids]))
+    return out.logits[0].numpy()
 
 
 def test_logits_are_those_of_transformers(family):
@@ -350,15 +348,13 @@ def test_its_drafts_change_no_text(made, options):
             {"drafting": {"tree": "best"}},
             {},
         ):
-            drafted = model.generate(
-                token_ids=source, method="block", **how, **drafting
-            )
-            assert drafted.token_ids == plain.token_ids, drafting
+            found = model.generate(token_ids=source, method="block", **how, **drafting)
+            assert found.token_ids == plain.token_ids, drafting
             if drafting:
-                assert drafted.stats.drafted_tokens > 20
+                assert found.stats.drafted_tokens > 20
         for method in ("block,lookup", "auto"):
-            drafted = model.generate(token_ids=source, method=method, **how)
-            assert drafted.token_ids == plain.token_ids, method
+            found = model.generate(token_ids=source, method=method, **how)
+            assert found.token_ids == plain.token_ids, method
 
 
 def test_greedy_verification_with_one_best_token_is_plain_decoding(made):

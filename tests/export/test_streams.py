@@ -279,9 +279,7 @@ def test_halves_do_what_the_whole_graph_does(bundle):
     check_tensors(contract.upper_inputs, upper.get_inputs(), "upper")
     check_tensors(contract.upper.outputs, upper.get_outputs(), "upper")
     given = feeds(entry.tree_contract)
-    expected = run(
-        whole, entry.tree_contract.inputs, entry.tree_contract.outputs, given
-    )
+    wanted = run(whole, entry.tree_contract.inputs, entry.tree_contract.outputs, given)
     below = run(lower, contract.lower_inputs, contract.lower_outputs, given)
     shifted = {
         f"past_{kind}.{layer}": given[f"past_{kind}.{layer + 1}"]
@@ -290,15 +288,15 @@ def test_halves_do_what_the_whole_graph_does(bundle):
     }
     inputs = {**given, **shifted, "hidden": below["hidden"]}
     above = run(upper, contract.upper_inputs, contract.upper.outputs, inputs)
-    np.testing.assert_allclose(above["logits"], expected["logits"], atol=1e-4)
-    assert np.ptp(expected["logits"]) > 1, "too flat to prove anything"
+    np.testing.assert_allclose(above["logits"], wanted["logits"], atol=1e-4)
+    assert np.ptp(wanted["logits"]) > 1, "too flat to prove anything"
     for name, values in (
         ("present_key.0", below["present_key.0"]),
         ("present_value.2", above["present_value.1"]),
     ):
         used = slice(0, CURSOR + ROWS)
         np.testing.assert_allclose(
-            values[:, :, used], expected[name][:, :, used], atol=1e-5
+            values[:, :, used], wanted[name][:, :, used], atol=1e-5
         )
 
 

@@ -127,9 +127,7 @@ def test_a_later_window_knows_its_beginning(model):
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.9, "seed": 3}], ids=str)
 @pytest.mark.parametrize("timestamps", [True, False], ids=["timed", "untimed"])
-def test_every_method_gives_the_transcript_of_plain_decoding(
-    model, options, timestamps
-):
+def test_each_method_gives_the_transcript_of_plain_decoding(model, options, timestamps):
     samples = whispers.sound(2.2)
     options = {**options, "timestamps": timestamps, "language": "en"}
     plain = model.transcribe(samples, method="none", **options)

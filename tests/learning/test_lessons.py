@@ -402,10 +402,8 @@ def test_users_clear_only_what_is_theirs(kind, tmp_path):
     store = kind.open(tmp_path)
     kind.add(store, 5, "ann")
     kind.add(store, 77)
-    ann = (
-        (store.of("ann").clear,) if kind.name != LESSONS_FILE else (store.clear, "ann")
-    )
-    assert ann[0](*ann[1:]) == 1
+    do = (store.of("ann").clear,) if kind.name != LESSONS_FILE else (store.clear, "ann")
+    assert do[0](*do[1:]) == 1
     assert kind.tokens(kind.open(tmp_path)) == [77]
     assert b"ann" not in (tmp_path / kind.name).read_bytes(), "erased, not unlinked"
 

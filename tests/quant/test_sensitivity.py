@@ -403,9 +403,7 @@ def test_overlap_is_the_acceptance_of_sampled_drafts(pair):
     (5e8, 0.03, 0.0, "int4-rtn-b32"),
     (5e8, 0.60, 0.02, "int8-rtn-b32"),
 )
-def test_a_drafter_gets_the_bits_that_make_the_pair_fast(
-    size, lost, head_lost, expected
-):
+def test_a_drafter_gets_the_bits_that_make_a_pair_fast(size, lost, head_lost, expected):
     class Target:
         bytes_of = staticmethod(lambda recipe: 3 * size)
 

@@ -278,9 +278,7 @@ def test_another_thread_is_refused_too(model, going):
 
 
 @pytest.mark.parametrize("use", USES.values(), ids=USES)
-def test_no_generation_begins_while_the_buffers_are_used(
-    own, tmp_path, monkeypatch, use
-):
+def test_no_text_begins_while_the_buffers_are_used(own, tmp_path, monkeypatch, use):
     model, file = jetdraft.load(own, threads=1), tmp_path / "prefix.npz"
     model.save_prefix(file, OTHER_IDS)
     paused, user, refusals = Idle.paused, get_ident(), []

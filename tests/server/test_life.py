@@ -108,11 +108,9 @@ def test_sigterm_lets_texts_end(toy):
         assert process.wait(60) == 0
         drain, *requests = process.stderr.read().splitlines()
         assert drain == "finishing 2 texts, at most 30 s; Ctrl-C cuts them"
-        lines = [
-            re.fullmatch(rf"{ANSWERED}, (\d+) tokens, \d+ ms", n) for n in requests
-        ]
-        assert all(lines), requests
-        assert {line[1] for line in lines} == {"60", "20"}  # either came first
+        rows = [re.fullmatch(rf"{ANSWERED}, (\d+) tokens, \d+ ms", n) for n in requests]
+        assert all(rows), requests
+        assert {line[1] for line in rows} == {"60", "20"}  # either came first
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -141,18 +141,16 @@ def test_many_blocks_in_one_pass_are_the_blocks_alone(target, text, tmp_path, ki
     anchors, shown = torch.tensor([[3, 7, 9]]), torch.tensor([[0, 2, 1]])
     real = torch.ones(1, 3, dtype=torch.bool)
     with torch.no_grad():
-        together = pupil(lesson, Blocks(anchors, shown, real))
+        both = pupil(lesson, Blocks(anchors, shown, real))
         alone = [
             pupil(lesson, Blocks(*(x[:, i : i + 1] for x in (anchors, shown, real))))
             for i in range(3)
         ]
     for name in ("losses", "places", "right", "reached", "accepted"):
         wanted = sum(getattr(sums, name) for sums in alone)
-        torch.testing.assert_close(
-            getattr(together, name), wanted, rtol=0.02, atol=0.05
-        )
+        torch.testing.assert_close(getattr(both, name), wanted, rtol=0.02, atol=0.05)
     # Three guesses behind 3, one behind 9, and one behind 10: the next is outside.
-    assert together.places.tolist() == [3, 1, 1]
+    assert both.places.tolist() == [3, 1, 1]
     later = lesson.ids.clone()
     later[:, 4:] = 1  # what follows an anchor must not change its guesses
     with torch.no_grad():

@@ -200,12 +200,10 @@ def test_its_tokens_have_the_models_distribution(model):
     counts = Counter(text[-1] for text in texts)
     with torch.no_grad():
         logits = model(torch.tensor([[5, 7]])).logits[0, -1]
-    expected = draws * logits.double().softmax(-1)
-    often = (expected > 10).nonzero()[:, 0].tolist()
+    wanted = draws * logits.double().softmax(-1)
+    often = (wanted > 10).nonzero()[:, 0].tolist()
     assert len(often) > 10
-    square = sum(
-        (counts[t] - expected[t].item()) ** 2 / expected[t].item() for t in often
-    )
+    square = sum((counts[t] - wanted[t].item()) ** 2 / wanted[t].item() for t in often)
     # Five standard deviations above the mean.
     assert square < len(often) + 5 * (2 * len(often)) ** 0.5
 
@@ -262,16 +260,14 @@ def test_a_stopped_writing_goes_on_after_its_last_shard(texts, whole):
             raise KeyboardInterrupt
         return continuations(*arguments)
 
-    stopped, ticks = replace(texts, write=stopping), []
+    stopped, seen = replace(texts, write=stopping), []
     with pytest.raises(KeyboardInterrupt):
         stopped.complete(examples(10), range(10))
     assert len(list(texts.folder.iterdir())) == 1
-    again = stopped.complete(
-        examples(10), range(10), lambda *state: ticks.append(state)
-    )
+    again = stopped.complete(examples(10), range(10), lambda *state: seen.append(state))
     assert again == whole
     assert len(calls) == 4  # the first shard was not written again
-    assert ticks[-1] == (10, 10)
+    assert seen[-1] == (10, 10)
     replace(texts, identity="another target").complete(examples(1), [0])
     assert len(list(texts.folder.iterdir())) == 4  # beside the three
     texts.delete()

@@ -221,23 +221,21 @@ def test_the_advised_size_is_the_largest_that_is_cheap(tmp_path):
     config = llama_config(
         hidden_size=512, intermediate_size=1536, num_hidden_layers=12, vocab_size=2048
     )
-    checkpoint = Checkpoint.load(
-        str(save_checkpoint(tmp_path / "t", config)), torch.float32
-    )
+    base = Checkpoint.load(str(save_checkpoint(tmp_path / "t", config)), torch.float32)
     whole, widths = config.to_dict(), []
     for draft_vocab in (None, 256):
-        advised = advised_config(checkpoint, None, None, draft_vocab)
+        advised = advised_config(base, None, None, draft_vocab)
         assert (
             cost_share(advised.to_dict(), whole, draft_vocab)
             <= draft_task.MAX_READ_SHARE
         )
         sizes = advised.num_hidden_layers, advised.hidden_size + 64
-        wider = draft_task.new_config(checkpoint, *sizes).to_dict()
+        wider = draft_task.new_config(base, *sizes).to_dict()
         assert cost_share(wider, whole, draft_vocab) > draft_task.MAX_READ_SHARE
         widths.append(advised.hidden_size * advised.num_hidden_layers)
     assert widths[1] > widths[0]
-    assert advised_config(checkpoint, 3, None, None).num_hidden_layers == 3
-    assert advised_config(checkpoint, 2, 320, None).hidden_size == 320
+    assert advised_config(base, 3, None, None).num_hidden_layers == 3
+    assert advised_config(base, 2, 320, None).hidden_size == 320
 
 
 def test_steps_and_size_are_advised_and_said(target, text, tmp_path):

@@ -18,9 +18,7 @@ from tests.tiny import llama_config, save_checkpoint
 COEFFICIENTS = (3.4445, -4.775, 2.0315)
 
 
-def test_a_kill_between_the_last_two_steps_leaves_a_finished_training(
-    tmp_path, monkeypatch
-):
+def test_a_kill_before_the_last_step_leaves_a_finished_training(tmp_path, monkeypatch):
     """It must not ask for a state that it has deleted itself."""
     folder = RunFolder(tmp_path / "out")
     folder.create()

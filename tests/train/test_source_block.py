@@ -132,17 +132,15 @@ def test_the_folder_reads_back_as_it_was(world, trained):
     drafter = load_head(folder, checkpoint, torch.float32)
     assert drafter.config == run.task.config
     named = dict(drafter.named_parameters())
-    for name, weight in run.weights.items():
-        torch.testing.assert_close(named[name], weight.detach())
+    for key, weight in run.weights.items():
+        torch.testing.assert_close(named[key], weight.detach())
     shared = {id(weight) for weight in checkpoint.model.parameters()}
-    assert {name for name in named if id(named[name]) in shared} == {
-        "model.shared.weight"
-    }
+    assert {key for key in named if id(named[key]) in shared} == {"model.shared.weight"}
     fields = json.loads((Path(folder) / "config.json").read_text())
     assert (fields["block_size"], fields["target_type"]) == (SLOTS, "t5")
     tensors = load_file(folder + "/model.safetensors")
     assert tensors.keys() == run.weights.keys()
-    assert not any("shared" in name or "lm_head" in name for name in tensors)
+    assert not any("shared" in key or "lm_head" in key for key in tensors)
 
 
 def test_it_begins_as_the_target(world, tmp_path):
@@ -224,9 +222,7 @@ def test_prompts_alone_are_completed_by_the_target(world, tmp_path):
     run = prepare(world, tmp_path / "out", data=data)
     words = Tokenizer.from_str(run.target.tokenizer)
     texts = [*run.corpus.training, *run.corpus.validation]
-    known = {
-        (*words.encode(s).ids, *words.encode(line).ids, 0) for s, line in LINES.items()
-    }
+    known = {(*words.encode(s).ids, *words.encode(t).ids, 0) for s, t in LINES.items()}
     # Sampled, so that some may have left their lines.
     assert sum(tuple(text.ids) in known for text in texts) >= len(SOURCES) // 2
 

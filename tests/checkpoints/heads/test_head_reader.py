@@ -239,34 +239,32 @@ def test_medusa_as_vllm_names_it(target, states, tmp_path, biased):
     _, tensors = layouts.medusa(layers=2)
     if not biased:
         tensors |= {n: t * 0 for n, t in tensors.items() if n.endswith(".bias")}
-    stored = {
+    kept = {
         re.sub(
             r"^(\d+)\.(\d)\.linear", r"medusa_heads.blocks.\1.layers.\2", name
         ): tensor
         for name, tensor in tensors.items()
         if biased or not name.endswith(".bias")
     }
-    stored = {
+    kept = {
         re.sub(r"^(\d+)\.2\.", r"medusa_heads.lm_heads.\1.", name): tensor
-        for name, tensor in stored.items()
+        for name, tensor in kept.items()
     }
     config = {"architectures": ["MedusaModel"], "model_type": "medusa", "num_heads": 3}
     config |= {"num_hidden_layers": 2, "hidden_size": layouts.H}
     config |= dict.fromkeys(("vocab_size", "truncated_vocab_size"), VOCAB_SIZE)
     config["medusa_fc_bias"] = biased
-    head = load_head(write(tmp_path, config, stored), target, torch.float32)
+    head = load_head(write(tmp_path, config, kept), target, torch.float32)
     with torch.no_grad():
         logits = head.logits(head(states.final[None]))[0]
     torch.testing.assert_close(logits, reference.medusa(tensors, states.final), **CLOSE)
     spare = torch.zeros(32, layouts.H)
-    wide = {
-        n: torch.cat([t, spare]) if "lm_heads" in n else t for n, t in stored.items()
-    }
+    wide = {n: torch.cat([t, spare]) if "lm_heads" in n else t for n, t in kept.items()}
     config["truncated_vocab_size"] = VOCAB_SIZE + 32
     load_head(write(tmp_path, config, wide), target, torch.float32)
     config["truncated_vocab_size"] = 100
     with pytest.raises(CheckpointError, match="truncated_vocab_size=100"):
-        load_head(write(tmp_path, config, stored), target, torch.float32)
+        load_head(write(tmp_path, config, kept), target, torch.float32)
 
 
 def test_hydra(target, states, tmp_path):

@@ -69,19 +69,17 @@ def test_wrong_places_are_where_the_target_spoke(toy, tmp_path, tree, exact):
         result = model.generate(
             "The robot sees", **DRAFTED, drafting={"tree": tree}, exact=exact
         )
-        [lesson] = read(tmp_path, model)
+        [one] = read(tmp_path, model)
         prompt = model.parts.text.encode("The robot sees")
         text = [*prompt, *result.token_ids]
-        assert lesson.tokens.tolist() == text
-        assert len(lesson.places) == len(set(lesson.places))
-        assert min(lesson.places) >= len(prompt)
+        assert one.tokens.tolist() == text
+        assert len(one.places) == len(set(one.places))
+        assert min(one.places) >= len(prompt)
         share = result.stats.by_method["draft"]
         wrong = share.evaluated_tokens - share.accepted_tokens
-        assert abs(len(lesson.places) - wrong) <= 1, "the last may be beyond the limit"
-        assert lesson.ids.shape == (len(lesson.places), lessons.CANDIDATES)
-        for place, ids, logits in zip(
-            lesson.places, lesson.ids, lesson.logits, strict=True
-        ):
+        assert abs(len(one.places) - wrong) <= 1, "the last may be beyond the limit"
+        assert one.ids.shape == (len(one.places), lessons.CANDIDATES)
+        for place, ids, logits in zip(one.places, one.ids, one.logits, strict=True):
             again = model.generate(
                 token_ids=text[:place], method="none", max_new_tokens=1, logprobs=1
             )

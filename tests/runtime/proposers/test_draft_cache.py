@@ -416,10 +416,8 @@ def test_tokens_that_the_target_has_not_run(model, method):
     drafted = proposer.propose(context, BLOCK).tokens[1:]
     assert len(drafted) == (BLOCK - 2 if method == "dflash" else BLOCK)
     before = [6, *drafted]
-    for position, token in enumerate(drafted, len(context) - 1):
-        assert token == best_after(
-            method, before[position - len(context) + 1], position
-        )
+    for place, token in enumerate(drafted, len(context) - 1):
+        assert token == best_after(method, before[place - len(context) + 1], place)
     if method == "dflash":
         proposer.begin(PROMPT, Chooser(Sampling()))
         assert proposer.propose([*PROMPT, *range(BLOCK)], 3).drafted == 0
@@ -445,9 +443,7 @@ def test_a_doubtful_block_is_verified_in_part(model, method, plain):
     ("rejection", (1, 1, 1), "with-replacement"),
     ("recursive", (2, 1), "without-replacement"),
 )
-def test_other_verifiers_keep_the_distribution(
-    model, method, verifier, branching, siblings
-):
+def test_verifiers_keep_the_distribution(model, method, verifier, branching, siblings):
     """The first two tokens of texts, by a chi-square test of their commonest values."""
     tree = {"tree": "k-ary", "branching": branching, "siblings": siblings}
     own = {"drafting": {"verifier": verifier, **tree}, "exact": False}

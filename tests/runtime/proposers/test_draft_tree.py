@@ -414,15 +414,13 @@ def test_too_little_to_learn_from(model):
 
 
 def test_watching_leaves_no_trace(model):
-    before, meanwhile = set(methods()), set()
+    before, seen = set(methods()), set()
     again = [
-        record_verdicts(
-            model, PROMPTS, 40, 0.0, tick=lambda: meanwhile.update(methods())
-        )[0]
+        record_verdicts(model, PROMPTS, 40, 0.0, tick=lambda: seen.update(methods()))[0]
         for _ in range(2)
     ]
     np.testing.assert_allclose(*again, atol=1e-4)
-    assert meanwhile == before == set(methods())
+    assert seen == before == set(methods())
     assert model.planner.proposers()["draft"].stop is None
 
 

@@ -136,9 +136,7 @@ def test_probes_do_not_change_a_bit_of_the_rows(models, kind):
 
 
 @every_kind
-def test_where_probes_change_bits_an_exact_generation_has_none(
-    models, monkeypatch, kind
-):
+def test_where_probes_change_bits_an_exact_text_has_none(models, monkeypatch, kind):
     model = models(kind)
     widths = replace(model.parts.widths, probes_agree=False)
     monkeypatch.setattr(model.parts.survey, "_widths", widths)
@@ -226,9 +224,7 @@ def test_a_chain_can_be_asked_for(models, monkeypatch):
     assert set(stats.rounds_by_choice) <= {"none", "stream:1", "stream:2", "stream:3"}
 
 
-def test_the_first_pass_carries_streams_on_the_last_prompt_row_alone(
-    models, monkeypatch
-):
+def test_the_first_pass_has_streams_on_the_last_prompt_row_alone(models, monkeypatch):
     model = models("stream")
     graph, seen = model.parts.target, []
     run = graph.run

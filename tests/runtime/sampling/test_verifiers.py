@@ -191,11 +191,9 @@ def test_tolerant_takes_the_top_within_the_tolerance():
     assert chosen_after([2, 1, 3], top=4, tolerance=9.0) == 1
 
 
-def accepted_of(chain, answer, **options):
+def accepted_of(chain, answer, **how):
     rows = Rows.chain([0, *chain], Kind.DETERMINISTIC)
-    chosen = tolerant(**options).choose(
-        rows, answer, range(len(rows)), Chooser(Sampling())
-    )
+    chosen = tolerant(**how).choose(rows, answer, range(len(rows)), Chooser(Sampling()))
     return len(rows.walk(chosen)) - 1
 
 
@@ -366,12 +364,10 @@ def test_gumbel_moments():
 @pytest.mark.parametrize("vocab_size", [1, 255, 1000, 4 * BLOCK])
 @pytest.mark.parametrize("most", [1e-9, 1e-3, 0.1, 3.0])
 def test_quiet_tokens_are_those_below_the_limit(vocab_size, most):
-    positions = POSITIONS[:50]
-    values = exponentials(3, positions, np.arange(vocab_size)[None])
+    places = POSITIONS[:50]
+    values = exponentials(3, places, np.arange(vocab_size)[None])
     limits = np.full(50, most)
-    rows, ids, quiets = noise.exponentials_below(
-        3, positions.ravel(), vocab_size, limits
-    )
+    rows, ids, quiets = noise.exponentials_below(3, places.ravel(), vocab_size, limits)
     assert list(zip(rows, ids, strict=True)) == list(
         zip(*np.nonzero(values < most), strict=True)
     )

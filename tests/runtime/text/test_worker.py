@@ -304,9 +304,7 @@ def slow_start(monkeypatch):
 
 
 @cases("seconds, reason", (0.3, "deadline"), (None, "cancelled"))
-def test_the_start_of_the_process_ends_with_its_text(
-    model, slow_start, seconds, reason
-):
+def test_the_start_of_a_process_ends_with_its_text(model, slow_start, seconds, reason):
     if seconds is None:
         threading.Timer(0.3, model.cancel).start()
     with at_most(2):
@@ -318,9 +316,7 @@ def test_the_start_of_the_process_ends_with_its_text(
     assert slow_start == [process]
 
 
-def test_who_waits_for_a_process_that_another_text_started_can_end_too(
-    model, slow_start
-):
+def test_who_waits_for_a_process_that_another_started_can_end_too(model, slow_start):
     first = threading.Thread(target=model.generate, args=("a",), kwargs={"regex": "b"})
     first.start()
     until(lambda: slow_start, 2)
@@ -351,16 +347,14 @@ def test_no_worker_survives_its_program(toy, grammar):
         "stream = model.stream('a', grammar=sys.argv[2])\n"
         "sys.stdin.read()\n"
     )
-    command = [sys.executable, "-c", code, str(toy), grammar]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as program:
-        assert program.stdout is not None
-        program.stdout.readline()
-        until(lambda: len(workers({program.pid})) == 2, 10)
-        orphans = workers({program.pid})
-        program.kill()
-        program.wait()
+    line = [sys.executable, "-c", code, str(toy), grammar]
+    with subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        until(lambda: len(workers({child.pid})) == 2, 10)
+        orphans = workers({child.pid})
+        child.kill()
+        child.wait()
         until(lambda: not any(map(is_alive, orphans)), 2)
 
 

@@ -97,10 +97,8 @@ def test_a_path_of_a_tree_is_a_chain(floats):
     made = [level.candidate_logits[-1].copy() for level in blocks[1].levels]
     np.testing.assert_allclose(made, chain[size - 1 : 2 * size - 1], atol=1e-5)
     assert np.abs(blocks[0].levels[0].candidate_logits[-1] - made[0]).max() > 0.001
-    [last] = follower.branch_blocks([(blocks[1], path[size:])], 2 * follower.rows)
-    np.testing.assert_allclose(
-        last.levels[0].candidate_logits[-1], chain[-1], atol=1e-5
-    )
+    [end] = follower.branch_blocks([(blocks[1], path[size:])], 2 * follower.rows)
+    np.testing.assert_allclose(end.levels[0].candidate_logits[-1], chain[-1], atol=1e-5)
 
 
 def test_a_tree_of_single_children_is_the_chain(model):

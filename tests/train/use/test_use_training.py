@@ -136,16 +136,12 @@ def test_too_little_to_learn_from(toy, drafter, tmp_path):
         training.run(Pace())
 
 
-def test_a_loss_that_is_no_number_publishes_nothing(
-    toy, drafter, tmp_path, monkeypatch
-):
+def test_a_loss_that_is_nan_publishes_nothing(toy, drafter, tmp_path, monkeypatch):
     student = load_student(Bundle.open(toy), str(drafter))
     training = UseTraining(student, tmp_path, UseOptions(least=1))
     training.lessons.add(lesson())
-    nothing = Missed(torch.tensor(math.nan, requires_grad=True), 0.0, 1)
-    monkeypatch.setattr(
-        "jetdraft.train.students.compare_missed", lambda *state: nothing
-    )
+    empty = Missed(torch.tensor(math.nan, requires_grad=True), 0.0, 1)
+    monkeypatch.setattr("jetdraft.train.students.compare_missed", lambda *state: empty)
     with pytest.raises(errors.TrainingError, match="nothing was published"):
         training.run(Pace())
     assert training.sets.read_choice().name == ""
