@@ -19,20 +19,16 @@ from accelerate.state import AcceleratorState
 from torch.onnx._internal.exporter._registration import ONNXRegistry
 
 import jetdraft
+from jetdraft import manifest, recipe, testing
 from jetdraft.export import exporter, tracer
 from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.export.graphs import Job
 from jetdraft.export.tracer import KeptTraces
 from jetdraft.files import locked
-from jetdraft.manifest import GraphEntry
-from jetdraft.recipe import Recipe
 from jetdraft.runtime.measured import survey
-from jetdraft.testing import toy_bundle
 from tests import whispers
 from tests.tiny import drafter_config, llama_config, save_checkpoint
-from tools.forecast.forecast import graph_forecasts
-from tools.forecast.graph_view import SMALL
-from tools.forecast.kernel_table import TABLES
+from tools.forecast import forecast, graph_view, kernel_table
 
 # pytest would keep all that torch logs in a trace, as this logger does not propagate.
 logging.getLogger("torch.__trace").propagate = True
@@ -41,15 +37,14 @@ logging.getLogger("torch.__trace").propagate = True
 sys.modules["rfc3987_syntax"] = None  # type: ignore[assignment]
 
 pytest_plugins = ["tests.fast"]
+TRACED = ("checkpoints", "contracts", "export", "methods", "train")
+"""The rooms with code that a pass may run while it is traced."""
+Once = Callable[[str, Callable[[Path], object]], Path]
 
 
 class Pair(NamedTuple):
     target: Path
     drafter: Path
-
-
-TRACED = ("checkpoints", "contracts", "export", "methods", "train")
-"""The rooms with code that a pass may run while it is traced."""
 
 
 def folder_of_traces() -> Path:
@@ -98,9 +93,6 @@ def traces() -> Iterator[None]:
         yield
 
 
-Once = Callable[[str, Callable[[Path], object]], Path]
-
-
 @pytest.fixture(scope="session")
 def once(tmp_path_factory: pytest.TempPathFactory) -> Once:
     """Make a folder by its name once, in all processes of this run together."""
@@ -129,15 +121,15 @@ def forecasts_of_all_exports() -> Iterator[None]:
     """Forecast every graph that a test exports, for every provider with a table."""
     write, seen = exporter.write_graphs, set[tuple[bytes, ...]]()
 
-    def write_and_forecast(job: Job, entry: GraphEntry) -> GraphEntry:
+    def write_and_forecast(job: Job, entry: manifest.GraphEntry) -> manifest.GraphEntry:
         entry = write(job, entry)
         files = entry.file, entry.tree_file, entry.encoder_file, entry.compaction_file
         models = {
             f: onnx.load(job.folder / f, load_external_data=False) for f in files if f
         }
         key = tuple(map(_without_numbers, models.values()))
-        for provider in TABLES if key not in seen else ():
-            for one in graph_forecasts(job.folder, entry, provider):
+        for provider in kernel_table.TABLES if key not in seen else ():
+            for one in forecast.graph_forecasts(job.folder, entry, provider):
                 assert len(one.verdicts) == len(models[one.file].graph.node)
         seen.add(key)
         return entry
@@ -149,14 +141,14 @@ def forecasts_of_all_exports() -> Iterator[None]:
 
 def _without_numbers(model: onnx.ModelProto) -> bytes:
     for tensor in model.graph.initializer:
-        if math.prod(tensor.dims) > SMALL:
+        if math.prod(tensor.dims) > graph_view.SMALL:
             tensor.ClearField("raw_data")
     return hashlib.sha256(model.SerializeToString()).digest()
 
 
 @pytest.fixture(scope="module")
 def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return toy_bundle(tmp_path_factory.mktemp("toy") / "toy")
+    return testing.toy_bundle(tmp_path_factory.mktemp("toy") / "toy")
 
 
 @pytest.fixture(scope="module")
@@ -168,17 +160,15 @@ def toy_model(toy: Path) -> Iterator[jetdraft.Model]:
 @pytest.fixture(scope="session")
 def pair(once: Once) -> Pair:
     return Pair(
-        once("target", lambda folder: save_checkpoint(folder, llama_config(), seed=0)),
-        once(
-            "drafter", lambda folder: save_checkpoint(folder, drafter_config(), seed=1)
-        ),
+        once("target", lambda place: save_checkpoint(place, llama_config(), seed=0)),
+        once("drafter", lambda place: save_checkpoint(place, drafter_config(), seed=1)),
     )
 
 
 @pytest.fixture(scope="session")
 def bundle(pair: Pair, once: Once) -> Path:
     """The pair as an int8 bundle; copy it before changing anything in it."""
-    options = ExportOptions(Recipe("int8", 32), capacity=256, max_width=64)
+    options = ExportOptions(recipe.Recipe("int8", 32), capacity=256, max_width=64)
     target, drafter = map(str, pair)
     return once("tiny", lambda folder: export(target, folder, drafter, options))
 
@@ -192,7 +182,7 @@ def model(bundle: Path) -> jetdraft.Model:
 def whisper(once: Once) -> Path:
     def make(folder: Path) -> None:
         checkpoint = str(whispers.save(folder / "checkpoint"))
-        options = ExportOptions(Recipe("none"), max_width=16, fast=True)
+        options = ExportOptions(recipe.Recipe("none"), max_width=16, fast=True)
         export(checkpoint, folder / "bundle", checkpoint, options)
 
     return once("whisper", make)

@@ -14,9 +14,8 @@ if __name__ == "__main__":
     # Not wanted here, and forking is faster without it.
     sys.modules["onnxruntime"] = None  # type: ignore[assignment]
 
-from jetdraft.bundle import Bundle
+from jetdraft import bundle, manifest
 from jetdraft.contracts.step_contract import StepContract
-from jetdraft.manifest import GraphEntry, writing
 
 CONTRACT = StepContract(100, 32, 8, "float32", ((1, 16),))
 
@@ -26,8 +25,8 @@ def fill(folder: Path, text: str, names: tuple[str, ...] = ("target",)) -> None:
     for name in names:
         (folder / f"{name}.onnx").write_text(f"{name} {text}")
         (folder / f"{name}.onnx.data").write_text(text * 10)
-        graphs[name] = GraphEntry(f"{name}.onnx", CONTRACT, {}, "here", 1)
-    Bundle(
+        graphs[name] = manifest.GraphEntry(f"{name}.onnx", CONTRACT, {}, "here", 1)
+    bundle.Bundle(
         path=folder, graphs=graphs, eos_token_ids=(0,), provider="cpu", tools={}
     ).save()
 
@@ -39,7 +38,7 @@ def make(folder: Path, text: str = "made") -> Path:
 
 
 def content(folder: Path) -> str:
-    return (Bundle.open(folder).path / "target.onnx").read_text().split()[1]
+    return (bundle.Bundle.open(folder).path / "target.onnx").read_text().split()[1]
 
 
 def die(work: Callable[[], object], at: int) -> bool:
@@ -69,7 +68,7 @@ def die(work: Callable[[], object], at: int) -> bool:
 
 def write_and_die(output: Path, text: str, at: int) -> bool:
     def write() -> None:
-        with writing(output) as folder:
+        with manifest.writing(output) as folder:
             fill(folder, text)
 
     return die(write, at)
@@ -106,7 +105,7 @@ def kill_everywhere(folder: Path, before: str | None) -> tuple[int, list[str | N
         if found not in seen:
             seen.append(found)
 
-        with writing(output) as again:
+        with manifest.writing(output) as again:
             fill(again, "later")
         assert content(output) == "later", f"killed at {at}"
         assert os.listdir(place) == ["bundle"], f"killed at {at}"

@@ -17,6 +17,15 @@ from jetdraft.cli import main
 from jetdraft.errors import OptionError
 
 ROOT = Path(__file__).parents[1]
+INTERRUPTIBLE = """
+import signal
+from jetdraft.cli import main
+from jetdraft.errors import OptionError
+# A shell's background jobs ignore Ctrl-C, and so do their children.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+main()
+"""
+"""The command line as a terminal would start it, for `python -c`."""
 
 
 def module_of(file: str, patch: pytest.MonkeyPatch) -> ModuleType:
@@ -45,17 +54,6 @@ def printed(*command: object, **how: Any) -> str:
 
 def python(code: str, *arguments: object, **how: Any) -> str:
     return printed(sys.executable, "-c", code, *arguments, **how)
-
-
-INTERRUPTIBLE = """
-import signal
-from jetdraft.cli import main
-from jetdraft.errors import OptionError
-# A shell's background jobs ignore Ctrl-C, and so do their children.
-signal.signal(signal.SIGINT, signal.default_int_handler)
-main()
-"""
-"""The command line as a terminal would start it, for `python -c`."""
 
 
 def jetdraft(

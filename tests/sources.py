@@ -25,10 +25,8 @@ BART: dict[str, Any] = {
     "pad_token_id": 1, "forced_eos_token_id": None,
 }  # fmt: skip
 CONFIGS = {
-    "t5": T5Config(**T5),
-    "bart": BartConfig(**BART),
-    "marian": MarianConfig(**BART),
-}
+    "t5": T5Config(**T5), "bart": BartConfig(**BART), "marian": MarianConfig(**BART),
+}  # fmt: skip
 START = {"t5": 3, "bart": 2, "marian": 2}
 SOURCE = [5, 9, 200, 31, 64, 77, 12, 5, 9, 200, 31, 8]
 

@@ -18,6 +18,14 @@ from tests.kills import die
 
 OLD, NEW, LATER = 1.0, 2.0, 3.0
 OWN = "own"
+STEPS: dict[str, tuple[bool, Callable[[WeightSets], object], set[object]]] = {
+    "publish": (False, lambda sets: put(sets, NEW), {OLD, NEW}),
+    "keep": (True, lambda sets: settle(sets, keep=True), {NEW}),
+    "back": (True, lambda sets: settle(sets, keep=False), {NEW, OLD}),
+    "clear": (True, WeightSets.clear, {NEW, OWN}),
+}
+"""For each step: whether new weights are on trial before it, the step, and what may
+draft after a kill in it."""
 
 
 def put(sets: WeightSets, value: float) -> str:
@@ -30,16 +38,6 @@ def put(sets: WeightSets, value: float) -> str:
 
 def settle(sets: WeightSets, keep: bool) -> None:
     sets.settle(sets.read_choice().name, keep=keep)
-
-
-STEPS: dict[str, tuple[bool, Callable[[WeightSets], object], set[object]]] = {
-    "publish": (False, lambda sets: put(sets, NEW), {OLD, NEW}),
-    "keep": (True, lambda sets: settle(sets, keep=True), {NEW}),
-    "back": (True, lambda sets: settle(sets, keep=False), {NEW, OLD}),
-    "clear": (True, WeightSets.clear, {NEW, OWN}),
-}
-"""For each step: whether new weights are on trial before it, the step, and what may
-draft after a kill in it."""
 
 
 def value(sets: WeightSets, name: str) -> object:

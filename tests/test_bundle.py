@@ -11,14 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jetdraft import files, manifest, staging
+from jetdraft import files, manifest, parsing, testing
 from jetdraft.bundle import Bundle, check_pair
 from jetdraft.contracts.step_contract import StepContract
 from jetdraft.errors import BundleError, ContractError, OutputError, PairError
 from jetdraft.manifest import MANIFEST, SCHEMA_VERSION, GraphEntry, Halves, writing
-from jetdraft.parsing import read_record
-from jetdraft.testing import toy_bundle
-from tests import manifests
+from tests import cases, manifests
 from tests.kills import CONTRACT, content, fill, make
 from tests.manifests import edit
 from tests.programs import ROOT, printed, python
@@ -27,6 +25,7 @@ from tests.toy_graphs import HEAD_CONTRACT as HEAD
 from tests.toy_graphs import TARGET_CONTRACT as TARGET
 
 OLDER = SCHEMA_VERSION - 1
+HALVES = Halves("l.onnx", "u.onnx", "lc.onnx", "uc.onnx", 1, 48, scores=False)
 
 
 @pytest.fixture
@@ -118,62 +117,58 @@ FILES = ("target.onnx", "drafter.onnx")
 WRONG_VALUES = {
     "graphs": ([], {}, {"target": {}}, {"target": 5}),
     "generation": (5, {"temperature": "0.6"}, {"temperature": True}, {"colour": 1}),
-    "eos_token_ids": (None, ["0"]),
-    "provider": (5,),
-    "tools": ([],),
+    "eos_token_ids": (None, ["0"]), "provider": (5,), "tools": ([],),
     "files": ([], {}, 5, *(dict.fromkeys(FILES, x) for x in ({}, 5))),
-}
+}  # fmt: skip
 TARGET_ENTRY = ("graphs", "target")
 CONTRACT_OF_TARGET = (*TARGET_ENTRY, "contract")
 
 
-@pytest.mark.parametrize(
-    ("damage", "said"),
-    [
-        (shutil.rmtree, "no bundle at .*make one with"),
-        (in_place_of_the_folder, "no bundle at"),
-        (lambda bundle: (bundle / MANIFEST).unlink(), "has no bundle.json"),
-        (lambda bundle: (bundle / "drafter.onnx.data").unlink(), "onnx.data is miss"),
-        (cut, "has 39 bytes instead of 40"),
-        (alter, "was altered"),
-        (edited, r"bundle.json was altered"),
-        (changed("schema_version", to=99), "schema 99.*update jetdraft"),
-        *(
-            (changed("schema_version", to=n), f"schema {n}.*export the bundle again")
-            for n in (0, OLDER)
-        ),
-        *(
-            (with_manifest(text), "is damaged; export or copy the bundle again")
-            for text in NOT_JSON
-        ),
-        *(
-            (changed(field), f"is malformed.*{field} is missing")
-            for field in ("graphs", "eos_token_ids", "provider", "tools")
-        ),
-        (changed(*CONTRACT_OF_TARGET, "capacity"), "target.contract.capacity is miss"),
-        (outside, "malformed"),
-        *(
-            (changed(field, to=value), "malformed")
-            for field, values in WRONG_VALUES.items()
-            for value in values
-        ),
-        *(
-            (changed(*route, to=value), f"malformed.*{words}")
-            for route, value, words in [
-                ((*CONTRACT_OF_TARGET, "max_width"), 0, "max_width must be 1 to"),
-                ((*CONTRACT_OF_TARGET, "max_width"), -2, "max_width must be 1 to"),
-                ((*CONTRACT_OF_TARGET, "capacity"), 2**40, "capacity must be 1 to"),
-                ((*CONTRACT_OF_TARGET, "dtype"), "float3a", "dtype must be one of fl"),
-                ((*CONTRACT_OF_TARGET, "kv_shapes"), [[2, -16]], r"\[0\]\[1\] must"),
-                ((*TARGET_ENTRY, "streams"), 5, "streams must be an object"),
-                ((*TARGET_ENTRY, "quantization"), {"raised": 5}, "must be a list"),
-                (("eos_token_ids",), [-1], r"eos_token_ids\[0\] must be 0 to"),
-                (("eos_token_ids",), [2**32], r"eos_token_ids\[0\] must be 0 to"),
-                (("files", "target.onnx", "bytes"), 1.5, "must be an integer, not 1.5"),
-                (("provider",), "../../x", "provider must be a provider's name"),
-            ]
-        ),
-    ],
+@cases(
+    "damage, said",
+    (shutil.rmtree, "no bundle at .*make one with"),
+    (in_place_of_the_folder, "no bundle at"),
+    (lambda bundle: (bundle / MANIFEST).unlink(), "has no bundle.json"),
+    (lambda bundle: (bundle / "drafter.onnx.data").unlink(), "onnx.data is miss"),
+    (cut, "has 39 bytes instead of 40"),
+    (alter, "was altered"),
+    (edited, r"bundle.json was altered"),
+    (changed("schema_version", to=99), "schema 99.*update jetdraft"),
+    *(
+        (changed("schema_version", to=n), f"schema {n}.*export the bundle again")
+        for n in (0, OLDER)
+    ),
+    *(
+        (with_manifest(text), "is damaged; export or copy the bundle again")
+        for text in NOT_JSON
+    ),
+    *(
+        (changed(field), f"is malformed.*{field} is missing")
+        for field in ("graphs", "eos_token_ids", "provider", "tools")
+    ),
+    (changed(*CONTRACT_OF_TARGET, "capacity"), "target.contract.capacity is miss"),
+    (outside, "malformed"),
+    *(
+        (changed(field, to=value), "malformed")
+        for field, values in WRONG_VALUES.items()
+        for value in values
+    ),
+    *(
+        (changed(*route, to=value), f"malformed.*{words}")
+        for route, value, words in [
+            ((*CONTRACT_OF_TARGET, "max_width"), 0, "max_width must be 1 to"),
+            ((*CONTRACT_OF_TARGET, "max_width"), -2, "max_width must be 1 to"),
+            ((*CONTRACT_OF_TARGET, "capacity"), 2**40, "capacity must be 1 to"),
+            ((*CONTRACT_OF_TARGET, "dtype"), "float3a", "dtype must be one of fl"),
+            ((*CONTRACT_OF_TARGET, "kv_shapes"), [[2, -16]], r"\[0\]\[1\] must"),
+            ((*TARGET_ENTRY, "streams"), 5, "streams must be an object"),
+            ((*TARGET_ENTRY, "quantization"), {"raised": 5}, "must be a list"),
+            (("eos_token_ids",), [-1], r"eos_token_ids\[0\] must be 0 to"),
+            (("eos_token_ids",), [2**32], r"eos_token_ids\[0\] must be 0 to"),
+            (("files", "target.onnx", "bytes"), 1.5, "must be an integer, not 1.5"),
+            (("provider",), "../../x", "provider must be a provider's name"),
+        ]
+    ),
 )
 def test_what_is_damaged_is_refused_and_named(small, damage, said):
     damage(small)
@@ -226,13 +221,11 @@ def make_with_head(
     else:
         np.save(folder / "drafter-vocabulary.npy", ids)
     vocabulary = {"vocabulary_file": "drafter-vocabulary.npy", **fields}
-    entries = {
+    two = {
         "target": GraphEntry("target.onnx", TARGET, {}, "here", 1),
         "drafter": GraphEntry("drafter.onnx", head, {}, "here", 1, **vocabulary),
     }
-    Bundle(
-        path=folder, graphs=entries, eos_token_ids=(0,), provider="cpu", tools={}
-    ).save()
+    Bundle(path=folder, graphs=two, eos_token_ids=(0,), provider="cpu", tools={}).save()
     return folder
 
 
@@ -245,13 +238,11 @@ def test_a_head_and_its_vocabulary_survive_the_bundle(tmp_path):
     assert opened.draft_vocabulary("target") is None
 
 
-@pytest.mark.parametrize(
+@cases(
     "ids",
-    [
-        *(IDS[:-1], IDS + 1, IDS - 2, IDS.astype(np.int32), IDS.astype(np.float64)),
-        *(np.array([*IDS[:-1], IDS[0]]), IDS[None], np.array(3)),
-        *(b"not an array", b"", zipped(IDS)),
-    ],
+    *(IDS[:-1], IDS + 1, IDS - 2, IDS.astype(np.int32), IDS.astype(np.float64)),
+    *(np.array([*IDS[:-1], IDS[0]]), IDS[None], np.array(3)),
+    *(b"not an array", b"", zipped(IDS)),
     ids=lambda ids: repr(ids)[:20],
 )
 def test_a_vocabulary_that_does_not_fit_is_refused(tmp_path, ids):
@@ -279,13 +270,10 @@ def test_a_head_of_other_features_is_refused(tmp_path):
         check_pair(replace(TARGET, feature_size=0), HEAD)
 
 
-HALVES = Halves("l.onnx", "u.onnx", "lc.onnx", "uc.onnx", 1, 48, scores=False)
-
-
 def test_an_entry_stores_where_it_is_cut():
     contract = replace(CONTRACT, kv_shapes=((1, 16),) * 3)
     entry = GraphEntry("a.onnx", contract, {}, "here", 1, halves=HALVES)
-    read = read_record(GraphEntry, json.loads(json.dumps(asdict(entry))))
+    read = parsing.read_record(GraphEntry, json.loads(json.dumps(asdict(entry))))
     assert read == entry
     assert len(read.split_contract.upper.kv_shapes) == 1
     assert set(HALVES.files) < set(read.files)
@@ -295,7 +283,7 @@ def test_an_entry_stores_where_it_is_cut():
 def test_a_graph_that_earlier_versions_wrote_is_ignored():
     """Halves had a graph `exit`, which left the upper layers out."""
     before = {**asdict(HALVES), "exit": "e.onnx", "base": "0a"}
-    assert read_record(Halves, before).files == HALVES.files
+    assert parsing.read_record(Halves, before).files == HALVES.files
 
 
 def test_a_cut_outside_the_layers_is_refused():
@@ -305,8 +293,7 @@ def test_a_cut_outside_the_layers_is_refused():
 
 
 def test_files_are_hashed_once_and_again_when_they_change(small, monkeypatch):
-    hashed = []
-    original = manifest.sha256_of
+    hashed, original = [], manifest.sha256_of
     monkeypatch.setattr(
         manifest, "sha256_of", lambda file: hashed.append(file.name) or original(file)
     )
@@ -357,7 +344,7 @@ def test_writing_makes_the_folder_appear_whole(tmp_path):
 @pytest.mark.parametrize("can_exchange", [True, False])
 def test_writing_replaces_a_bundle(small, monkeypatch, can_exchange):
     if not can_exchange:  # two renames take the place of the atomic exchange
-        monkeypatch.setattr(staging, "_exchange_folders", lambda one, other: False)
+        monkeypatch.setattr(manifest, "_exchange_folders", lambda one, other: False)
     with writing(small) as folder:
         fill(folder, "new")
         assert content(small) == "made"
@@ -405,7 +392,7 @@ def test_link_stays_and_the_bundle_behind_it_is_replaced(tmp_path, before):
 
 def test_a_name_that_leaves_no_room_for_the_partial_name_is_noticed_first(tmp_path):
     with pytest.raises(OutputError, match="File name too long"):
-        staging.check_output(tmp_path / "new" / ("x" * 240))
+        manifest.check_output(tmp_path / "new" / ("x" * 240))
     assert os.listdir(tmp_path) == []
 
 
@@ -414,7 +401,7 @@ def test_a_disk_without_room_is_noticed_first(tmp_path):
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
     try:
         with pytest.raises(OutputError, match=r"File too large.*free some space"):
-            staging.check_output(tmp_path / "new" / "bundle")
+            manifest.check_output(tmp_path / "new" / "bundle")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert os.listdir(tmp_path) == []
@@ -466,6 +453,6 @@ def test_a_system_without_file_locks_is_one_line(tmp_path):
         "except jetdraft.OutputError as error:\n"
         "    print(error)\n"
     )
-    folders = [str(toy_bundle(tmp_path / "toy")), str(tmp_path / "new")]
+    folders = [str(testing.toy_bundle(tmp_path / "toy")), str(tmp_path / "new")]
     assert "no file locks; use jetdraft on Linux" in python(code, *folders)
     assert not (tmp_path / "new").exists()

@@ -11,20 +11,20 @@ from jetdraft.contracts.step_contract import SplitContract, StepContract
 from jetdraft.contracts.tensors import CANDIDATES, TensorSpec, check_tensors
 from jetdraft.errors import ContractError
 from jetdraft.parsing import RecordError, read_record
+from tests import cases
 from tests.toy_graphs import GUESSES, IDS, STEP, VOCABULARY, write_graph
 from tests.toy_graphs import HEAD_CONTRACT as HEAD
 
 CONTRACT = StepContract(100, 32, 8, "float16", kv_shapes=((2, 16), (1, 32)))
 ONNX_TYPES = {name: f"tensor({name})" for name in ("int64", "int32", "float16")}
 ONNX_TYPES["float32"] = "tensor(float)"
+TEXT = json.dumps(asdict(CONTRACT))
 
 
 def reported(specs):
     return [
-        SimpleNamespace(
-            name=spec.name, type=ONNX_TYPES[spec.dtype], shape=list(spec.shape)
-        )
-        for spec in specs
+        SimpleNamespace(name=it.name, type=ONNX_TYPES[it.dtype], shape=list(it.shape))
+        for it in specs
     ]
 
 
@@ -66,9 +66,6 @@ def test_width_fills_the_row_axis():
     assert answers.shape_for(rows=5, answers=2) == (1, 2, 3)
 
 
-TEXT = json.dumps(asdict(CONTRACT))
-
-
 def test_survives_json():
     assert read_record(StepContract, json.loads(TEXT)) == CONTRACT
 
@@ -101,18 +98,13 @@ def test_spare_slots_widen_the_buffers():
     assert spared.buffers("past")[0].shape[2] == CONTRACT.capacity + 1
 
 
-@pytest.mark.parametrize(
-    ("sizes", "fact"),
-    [
-        ({"feature_size": 4, "feature_input": 4}, "both an input and an output"),
-        ({"carried_size": 4}, "need features as an input"),
-        (
-            {"guesses": 3, "kv_shapes": []},
-            "guesses need features as an input, or buffers",
-        ),
-        ({"guesses": 3}, "0 spare slots do not hold a block of 3"),
-        ({"draft_vocab": 101}, "101 tokens is not a part of 100"),
-    ],
+@cases(
+    "sizes, fact",
+    ({"feature_size": 4, "feature_input": 4}, "both an input and an output"),
+    ({"carried_size": 4}, "need features as an input"),
+    ({"guesses": 3, "kv_shapes": []}, "guesses need features as an input, or buffers"),
+    ({"guesses": 3}, "0 spare slots do not hold a block of 3"),
+    ({"draft_vocab": 101}, "101 tokens is not a part of 100"),
 )
 def test_sizes_that_contradict_each_other_are_refused(sizes, fact):
     with pytest.raises(ContractError, match=f"{fact}; export the bundle again"):
@@ -206,14 +198,12 @@ def test_halves_share_the_layers_and_the_states_between_them():
 
 def test_an_early_exit_reads_parents_and_gives_scores():
     plain = SplitContract.of(CONTRACT, 1, 48)
-    halves = SplitContract.of(
-        replace(CONTRACT, tree=True, streams=3), 1, 48, scores=True
-    )
-    added = {s.name for s in halves.lower_inputs} - {s.name for s in plain.lower_inputs}
+    both = SplitContract.of(replace(CONTRACT, tree=True, streams=3), 1, 48, scores=True)
+    added = {s.name for s in both.lower_inputs} - {s.name for s in plain.lower_inputs}
     assert added == {"draft_mask", "draft_start", "parents"}
-    mask = next(s for s in halves.lower_inputs if s.name == "draft_mask")
+    mask = next(s for s in both.lower_inputs if s.name == "draft_mask")
     assert mask.shape == (1 + CONTRACT.max_width, "n"), "the lower half has no probes"
-    added = set(halves.lower_outputs) - set(plain.lower_outputs)
+    added = set(both.lower_outputs) - set(plain.lower_outputs)
     assert [(spec.name, spec.shape) for spec in added] == [("scores", (1, "n"))]
 
 
@@ -238,15 +228,13 @@ def test_refuses_a_missing_and_an_undeclared_tensor():
         check_tensors(CONTRACT.inputs[:-1], reported(CONTRACT.inputs), "the inputs")
 
 
-@pytest.mark.parametrize(
-    ("number", "field", "wrong", "said"),
-    [
-        (5, "type", "tensor(float)", r"'past_key.0' is .*, declared float16"),
-        (5, "shape", [1, 2, 33, 16], r"'past_key.0' is .*, declared float16"),
-        (5, "shape", [1, 2, 32], r"'past_key.0' is .*, declared float16"),
-        (5, "shape", [1, 2, "capacity", 16], r"'past_key.0' is .*, declared float16"),
-        (0, "shape", [1, 7], "'input_ids'"),  # the axis of rows must not be fixed
-    ],
+@cases(
+    "number, field, wrong, said",
+    (5, "type", "tensor(float)", r"'past_key.0' is .*, declared float16"),
+    (5, "shape", [1, 2, 33, 16], r"'past_key.0' is .*, declared float16"),
+    (5, "shape", [1, 2, 32], r"'past_key.0' is .*, declared float16"),
+    (5, "shape", [1, 2, "capacity", 16], r"'past_key.0' is .*, declared float16"),
+    (0, "shape", [1, 7], "'input_ids'"),  # the axis of rows must not be fixed
 )
 def test_refuses_another_type_or_shape(number, field, wrong, said):
     tensors = reported(CONTRACT.inputs)

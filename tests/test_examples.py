@@ -19,18 +19,18 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 import jetdraft
 from jetdraft.runtime.sampling.chooser import Chooser
 from jetdraft.server.http_server import END_SECONDS
+from tests import cases
 from tests.programs import ended, module_of, printed
 from tests.server.serving import serving
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 UNIT = EXAMPLES.parent / "deploy" / "jetson" / "jetdraft.service"
 KEY = "a-key-of-this-test"
+TESTS = 60
 
 
-def run(name, *arguments):
-    return printed(
-        sys.executable, EXAMPLES / name, *arguments, timeout=500
-    ).splitlines()
+def run(name, *words):
+    return printed(sys.executable, EXAMPLES / name, *words, timeout=500).splitlines()
 
 
 @pytest.fixture
@@ -148,13 +148,11 @@ def test_an_agent_calls_the_tools_that_there_are(toy, agent, capsys):
     assert first.endswith('{"sensor": "battery"}} -> {"battery": 81}')
 
 
-@pytest.mark.parametrize(
-    ("call", "found"),
-    [
-        ({"name": "add", "arguments": {"a": 3, "b": 4}}, {"sum": 7}),
-        ({"name": "read_sensor", "arguments": {"sensor": "light"}}, {"light": 41}),
-        ({"name": "clock", "arguments": {}}, None),
-    ],
+@cases(
+    "call, found",
+    ({"name": "add", "arguments": {"a": 3, "b": 4}}, {"sum": 7}),
+    ({"name": "read_sensor", "arguments": {"sensor": "light"}}, {"light": 41}),
+    ({"name": "clock", "arguments": {}}, None),
 )
 def test_the_tools_of_the_agent_work(agent, call, found):
     jsonschema.validate(call, agent.CALL)
@@ -189,8 +187,7 @@ def ask(address, path, key=""):
 
 def test_the_units_command_serves_with_its_key_and_ends_well(toy):
     with serving(started_by_the_unit(toy), JETDRAFT_API_KEY=KEY) as (process, address):
-        assert ask(address, "/health")[0] == 200
-        assert ask(address, "/v1/models")[0] == 401
+        assert (ask(address, "/health")[0], ask(address, "/v1/models")[0]) == (200, 401)
         status, models = ask(address, "/v1/models", KEY)
         assert (status, models["data"][0]["id"]) == (200, "mine")
         process.send_signal(signal.SIGTERM)
@@ -215,14 +212,10 @@ def test_the_unit_gives_texts_time_to_end_and_keeps_to_loopback():
 
 @pytest.mark.skipif(not shutil.which("systemd-analyze"), reason="no systemd here")
 def test_systemd_understands_the_unit(tmp_path):
-    program = unit("ExecStart")[0].split()[0]
-    installed = tmp_path / UNIT.name
+    program, installed = unit("ExecStart")[0].split()[0], tmp_path / UNIT.name
     installed.write_text(UNIT.read_text().replace(program, sys.executable))
     done = ended("systemd-analyze", "verify", "--man=no", installed, timeout=300)
     assert (done.returncode, done.stdout + done.stderr) == (0, "")
-
-
-TESTS = 60
 
 
 @pytest.fixture
@@ -338,18 +331,14 @@ def test_a_prompt_has_a_line_for_each_function(public):
     assert (case.called, case.offered) == ("paint", {"paint", "ask"})
 
 
-@pytest.mark.parametrize(
-    ("possible", "arguments"),
-    [
-        ({"city": ["Rome"], "day": ["", "Monday"]}, {"city": "Rome"}),
-        ({"city": ["Rome"], "day": ["Monday"]}, {"city": "Rome", "day": "Monday"}),
-        ({"city": ["", "Rome"]}, {"city": "Rome"}),
-        ({"city": [""]}, {"city": ""}),
-        ({"city": []}, None),
-        ({"day": ["Monday"]}, None),
-        ({"city": ["Rome"], "hour": [1]}, None),
-    ],
-)
+@cases(
+    "possible, arguments",
+    ({"city": ["Rome"], "day": ["", "Monday"]}, {"city": "Rome"}),
+    ({"city": ["Rome"], "day": ["Monday"]}, {"city": "Rome", "day": "Monday"}),
+    ({"city": ["", "Rome"]}, {"city": "Rome"}),
+    ({"city": [""]}, {"city": ""}), ({"city": []}, None), ({"day": ["Monday"]}, None),
+    ({"city": ["Rome"], "hour": [1]}, None),
+)  # fmt: skip
 def test_a_call_has_what_it_must_have(public, possible, arguments):
     schema = function("ask", day={"type": "string"})["parameters"]
     assert public.arguments_of(possible, schema) == arguments

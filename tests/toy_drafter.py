@@ -11,13 +11,8 @@ import numpy as np
 import onnx_ir as ir
 
 from jetdraft.bundle import Bundle
-from jetdraft.learning.lessons import (
-    ARRAYS,
-    CHOICE_FILE,
-    PARTIAL,
-    Choice,
-    drafter_sha256,
-)
+from jetdraft.learning import lessons
+from jetdraft.learning.lessons import ARRAYS, CHOICE_FILE, PARTIAL, Choice
 from jetdraft.manifest import sha256_of
 
 HEAD = 16
@@ -40,7 +35,7 @@ def put_on_trial(
     name = sha256_of(partial / ARRAYS)
     if not (folder / name).exists():  # a training that was killed wrote it already
         partial.rename(folder / name)
-    choose(folder, Choice(name, before, drafter_sha256(Bundle.open(bundle))))
+    choose(folder, Choice(name, before, lessons.drafter_sha256(Bundle.open(bundle))))
     return name
 
 

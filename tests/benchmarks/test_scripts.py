@@ -22,11 +22,24 @@ from jetdraft.methods.chimera.task import ChimeraTask
 from jetdraft.methods.falcon.task import FalconTask
 from jetdraft.methods.glide.task import GlideTask
 from jetdraft.methods.kangaroo.task import KangarooTask
-from jetdraft.train.blocks import Blocks
-from jetdraft.train.data import Batch
+from jetdraft.train import blocks, data, teacher
 from jetdraft.train.prompts import prompt_logits
-from jetdraft.train.teacher import load_target
+from tests import cases
 from tests.tiny import llama_config, save_checkpoint, save_prompts
+
+TASK = {
+    "prompt": "def double(x):\n",
+    "entry_point": "double",
+    "test": "def check(f):\n    assert f(3) == 6\n",
+}
+SIZES = {
+    "--hidden-size": 256, "--layers": 5, "--heads": 16, "--kv-heads": 8,
+    "--intermediate-size": 416,
+}  # fmt: skip
+TASKS = {
+    "kangaroo": KangarooTask, "glide": GlideTask, "chimera": ChimeraTask,
+    "falcon": FalconTask,
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -85,38 +98,24 @@ def test_never_slower_measures_three_workloads(measured, monkeypatch):
     assert report["repeated"]["again"][-1]["way"] == "recall"
 
 
-@pytest.mark.parametrize(
-    ("one", "other", "score"),
-    [
-        ([1, 2, 3], [1, 2, 3], 1.0),
-        ([1, 2, 3, 4], [1, 3, 4, 9], 0.75),
-        ([3, 2, 1], [1, 2, 3], 1 / 3),
-        ([1, 2], [1, 2, 3, 4], 4 / 6),
-        ([], [1], 0.0),
-        ([], [], 1.0),
-    ],
-)
+@cases(
+    "one, other, score",
+    ([1, 2, 3], [1, 2, 3], 1.0), ([1, 2, 3, 4], [1, 3, 4, 9], 0.75),
+    ([3, 2, 1], [1, 2, 3], 1 / 3), ([1, 2], [1, 2, 3, 4], 4 / 6), ([], [1], 0.0),
+    ([], [], 1.0),
+)  # fmt: skip
 def test_rouge_l_is_the_f1_of_the_longest_common_subsequence(one, other, score):
     assert rouge_l(one, other) == pytest.approx(score)
     assert rouge_l(other, one) == pytest.approx(score)
 
 
-TASK = {
-    "prompt": "def double(x):\n",
-    "entry_point": "double",
-    "test": "def check(f):\n    assert f(3) == 6\n",
-}
-
-
-@pytest.mark.parametrize(
-    ("answer", "solved"),
-    [
-        ("Here:\n```python\ndef double(x):\n    return 2 * x\n```\nDone.", True),
-        ("def double(x):\n    return 2 * x", True),
-        ("def double(x):\n    return x", False),
-        ("raise SystemExit(0)", False),
-        ("no code", False),
-    ],
+@cases(
+    "answer, solved",
+    ("Here:\n```python\ndef double(x):\n    return 2 * x\n```\nDone.", True),
+    ("def double(x):\n    return 2 * x", True),
+    ("def double(x):\n    return x", False),
+    ("raise SystemExit(0)", False),
+    ("no code", False),
 )
 def test_an_answer_is_solved_if_all_tests_ran_and_passed(answer, solved):
     assert solves(TASK, answer) is solved
@@ -156,28 +155,14 @@ def test_trees_of_sixty_rows_keep_their_published_share():
         assert share == pytest.approx(published, rel=0.27)
 
 
-SIZES = {
-    "--hidden-size": 256, "--layers": 5, "--heads": 16, "--kv-heads": 8,
-    "--intermediate-size": 416,
-}  # fmt: skip
-TASKS = {
-    "kangaroo": KangarooTask,
-    "glide": GlideTask,
-    "chimera": ChimeraTask,
-    "falcon": FalconTask,
-}
-
-
 def said_by_probes(folder: Path) -> Tensor:
-    checkpoint, _ = load_target(str(folder))
-    probed = load_probes(checkpoint.model, read_settings(folder), folder, 1.0)
+    checkpoint, _ = teacher.load_target(str(folder))
+    made = load_probes(checkpoint.model, read_settings(folder), folder, 1.0)
     ids = torch.arange(1, 61)[None]
-    plain, _ = load_target(str(folder))
+    plain, _ = teacher.load_target(str(folder))
     cache = plain.model(input_ids=ids, use_cache=True).past_key_values
-    places = Blocks.spread(Batch(ids, ids), 15)
-    return prompt_logits(
-        probed.prompts, plain.model, places.anchors, ids.shape[1], cache
-    )
+    places = blocks.Blocks.spread(data.Batch(ids, ids), 15)
+    return prompt_logits(made.prompts, plain.model, places.anchors, ids.shape[1], cache)
 
 
 def run(command, *arguments: object) -> None:
@@ -191,12 +176,10 @@ def enlarged(small: Path, large: Path, *options: object) -> Path:
     return large
 
 
-@pytest.mark.parametrize(
+@cases(
     "settings",
-    [
-        PromptSettings(gamma=2, members=2, ranks=((0.5,), (0.25,))),
-        PromptSettings(gamma=2, prefix=5, mode=FORECAST),
-    ],
+    PromptSettings(gamma=2, members=2, ranks=((0.5,), (0.25,))),
+    PromptSettings(gamma=2, prefix=5, mode=FORECAST),
     ids=["prompt tokens", "forecasts"],
 )
 def test_enlarged_probes_say_the_same(settings, tmp_path):

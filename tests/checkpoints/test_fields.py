@@ -15,50 +15,55 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 import jetdraft
-from jetdraft.bundle import Bundle
+from jetdraft import Bundle, CheckpointError, UnsupportedModelError
+from jetdraft.checkpoints import defaults as module
 from jetdraft.checkpoints.checkpoint import Checkpoint
-from jetdraft.checkpoints.defaults import (
-    FILE,
-    GENERATION_FIELDS,
-    REFUSED,
-    SAMPLING_FIELDS,
-    SOURCE_FIELDS,
-    SPEECH_FIELDS,
-    WARNED,
-    GenerationFields,
-    find_rule,
-    rules_by_name,
-)
+from jetdraft.checkpoints.defaults import FILE, WARNED, GenerationFields, rules_by_name
 from jetdraft.checkpoints.gguf import GgufFile
 from jetdraft.checkpoints.gguf_fields import FILE_FIELDS as GGUF_FILE
 from jetdraft.checkpoints.gguf_fields import MODEL_FIELDS as GGUF_MODEL
 from jetdraft.checkpoints.model_reader import load_tokenizer
-from jetdraft.errors import CheckpointError, UnsupportedModelError
 from jetdraft.server.generation_request import GenerationRequest
-from tests import manifests
-from tests.documents import ROOT
-from tests.ggufs import adding, write_gguf
+from tests import cases, documents, ggufs, manifests, tiny
 from tests.programs import jetdraft as command
 from tests.sources import CONFIGS
 from tests.sources import save as save_source
-from tests.tiny import (
-    drafter_config,
-    exported,
-    llama_config,
-    save_checkpoint,
-    save_tokenizer,
-)
 
-PAGE = ROOT / "docs" / "checkpoints.md"
+PAGE = documents.ROOT / "docs" / "checkpoints.md"
 TABLES = {
-    "generation_config.json": GENERATION_FIELDS,
-    "with `do_sample`": SAMPLING_FIELDS,
-    "of an encoder-decoder": SOURCE_FIELDS,
-    "of a model that hears": SPEECH_FIELDS,
+    "generation_config.json": module.GENERATION_FIELDS,
+    "with `do_sample`": module.SAMPLING_FIELDS,
+    "of an encoder-decoder": module.SOURCE_FIELDS,
+    "of a model that hears": module.SPEECH_FIELDS,
     "GGUF, behind the name of the architecture": GGUF_MODEL,
     "GGUF": GGUF_FILE,
 }
 """The tables of the page, by the heads of their first columns."""
+TEXT = "def the <|endoftext|> self .\nreturn 12"
+TOKEN = {"content": "def", "special": False, "normalized": False}
+TOKENIZER_FIELDS = {
+    "add_bos_token": True, "add_eos_token": True, "add_prefix_space": True,
+    "added_tokens_decoder": {"70": TOKEN | {"lstrip": True, "rstrip": False}},
+    "additional_special_tokens": ["self"], "bos_token": "<|endoftext|>",
+    "chat_template": "{{ messages }}", "clean_up_tokenization_spaces": True,
+    "do_lower_case": True, "eos_token": "self",
+    "extra_special_tokens": {"image_token": "self"}, "legacy": False,
+    "model_max_length": 4, "padding_side": "left",
+    "spaces_between_special_tokens": False, "split_special_tokens": True,
+    "truncation_side": "left", "use_default_system_prompt": True,
+}  # fmt: skip
+_FOR_BPE = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
+LLAMA = {"do_sample": True, "temperature": 0.6, "top_p": 0.9}
+QWEN = {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "repetition_penalty": 1.05}
+SAMPLED, SAMPLES = {"do_sample": True}, {"temperature": 1.0, "top_k": 50}
+OUT_OF_RANGE = {
+    **{"temperature": (-0.1, "0.6", True, float("nan")), "top_p": (0, 1.5)},
+    **{"top_k": (2.5, -1), "min_p": (1.0,), "repetition_penalty": (0, [1.1])},
+}
+MALFORMED = {
+    **{"suppress_tokens": (5, ["a"]), "bad_words_ids": ([5], {"a": 1})},
+    **{"stop_strings": ([5], {})},
+}
 
 
 def table(head, rows):
@@ -76,7 +81,7 @@ def test_the_page_has_all_rows(head):
 
 
 def test_every_field_of_transformers_has_a_row():
-    rows, config = rules_by_name(GENERATION_FIELDS), GenerationConfig()
+    rows, config = rules_by_name(module.GENERATION_FIELDS), GenerationConfig()
     documented = re.findall(r"^ +(\w+) ?\(`", inspect.getdoc(GenerationConfig), re.M)
     assert len(documented) > 50
     names = {*vars(config), *config.to_dict(), *documented}
@@ -114,7 +119,7 @@ def test_what_is_not_honoured_is_warned_of_by_name(tmp_path, name):
 
 
 def test_all_names_are_tried_above():
-    rows = rules_by_name(GENERATION_FIELDS, SAMPLING_FIELDS)
+    rows = rules_by_name(module.GENERATION_FIELDS, module.SAMPLING_FIELDS)
     assert WARNED_OF.keys() == {n for n, row in rows.items() if row.fate == WARNED}
 
 
@@ -135,7 +140,7 @@ def test_config_json_is_read_where_generation_config_json_is_missing(tmp_path):
 @pytest.fixture(scope="module")
 def settled(tmp_path_factory):
     folder = tmp_path_factory.mktemp("settled")
-    source = save_checkpoint(folder / "checkpoint", drafter_config())
+    source = tiny.save_checkpoint(folder / "checkpoint", tiny.drafter_config())
     fields = {"do_sample": True, **QWEN, "eos_token_id": [0, 3, 4]}
     (source / FILE).write_text(json.dumps(fields | {"no_repeat_ngram_size": 2}))
     config = json.loads((source / "tokenizer_config.json").read_text())
@@ -143,7 +148,7 @@ def settled(tmp_path_factory):
     (source / "tokenizer_config.json").write_text(json.dumps(config))
     # Tokens that the text has without the settings, so that they change it.
     with pytest.warns(UserWarning, match="passed over: .* no_repeat_ngram_size 2: "):
-        exported(source, folder / "free")
+        tiny.exported(source, folder / "free")
     with jetdraft.load(folder / "free") as model:
         free = model.generate("def", max_new_tokens=20, ignore_eos=True).token_ids
     never = list(dict.fromkeys(free))[:3]
@@ -153,7 +158,7 @@ def settled(tmp_path_factory):
         **{"repetition_penalty": 1.3, "num_beams": 1, "eos_token_id": 0},
     }
     (source / FILE).write_text(json.dumps(fields))
-    exported(source, folder / "bundle")
+    tiny.exported(source, folder / "bundle")
     return source, folder, never
 
 
@@ -227,9 +232,7 @@ def test_a_request_cannot_bring_back_what_is_never_written():
         assert found["stop"] == ["x"]
 
 
-def test_stop_texts_of_the_checkpoint_count_unless_a_flag_gives_others(
-    settled, tmp_path
-):
+def test_stop_texts_of_the_checkpoint_count_unless_flags_give_others(settled, tmp_path):
     _, folder, _ = settled
     bundle = shutil.copytree(folder / "free", tmp_path / "bundle")
     manifests.edit(bundle, generation={})
@@ -246,12 +249,9 @@ def test_stop_texts_of_the_checkpoint_count_unless_a_flag_gives_others(
     assert text("--stop", first) == whole[: whole.index(first)]
 
 
-TEXT = "def the <|endoftext|> self .\nreturn 12"
-
-
 def trained(folder):
     """A tokenizer as a training leaves it: it cuts to 8 tokens, and pads to 8."""
-    save_tokenizer(folder)
+    tiny.save_tokenizer(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.pad_token = "<|endoftext|>"
     tokenizer(["a", "b"], truncation=True, max_length=8, padding="max_length")
@@ -262,32 +262,18 @@ def trained(folder):
 
 
 def test_truncation_and_padding_of_a_training_are_reset(tmp_path):
-    expected = AutoTokenizer.from_pretrained(save_tokenizer(tmp_path / "plain"))
+    expected = AutoTokenizer.from_pretrained(tiny.save_tokenizer(tmp_path / "plain"))
     source = trained(tmp_path / "trained")
-    save_checkpoint(source, drafter_config(), tokenizer=False)
+    tiny.save_checkpoint(source, tiny.drafter_config(), tokenizer=False)
     found = Tokenizer.from_str(Checkpoint.load(str(source), torch.float32).tokenizer)
     for text in ("def", TEXT):
         assert found.encode(text).ids == expected(text).input_ids
 
 
-TOKEN = {"content": "def", "special": False, "normalized": False}
-TOKENIZER_FIELDS = {
-    "add_bos_token": True, "add_eos_token": True, "add_prefix_space": True,
-    "added_tokens_decoder": {"70": TOKEN | {"lstrip": True, "rstrip": False}},
-    "additional_special_tokens": ["self"], "bos_token": "<|endoftext|>",
-    "chat_template": "{{ messages }}", "clean_up_tokenization_spaces": True,
-    "do_lower_case": True, "eos_token": "self",
-    "extra_special_tokens": {"image_token": "self"}, "legacy": False,
-    "model_max_length": 4, "padding_side": "left",
-    "spaces_between_special_tokens": False, "split_special_tokens": True,
-    "truncation_side": "left", "use_default_system_prompt": True,
-}  # fmt: skip
-
-
 @pytest.mark.parametrize("name", TOKENIZER_FIELDS)
 @pytest.mark.filterwarnings("ignore")
 def test_ids_and_texts_are_those_of_transformers(tmp_path, name):
-    save_tokenizer(tmp_path)
+    tiny.save_tokenizer(tmp_path)
     file = tmp_path / "tokenizer_config.json"
     changed = json.loads(file.read_text()) | {name: TOKENIZER_FIELDS[name]}
     file.write_text(json.dumps(changed))
@@ -308,24 +294,19 @@ def test_the_page_has_the_settings_of_every_tokenizer():
         assert f"`{name}`" in PAGE.read_text(), name
 
 
-_FOR_BPE = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
-
-
-@pytest.mark.parametrize(
-    ("field", "said"),
-    [
-        ({"split_special_tokens": True}, "split_special_tokens True: "),
-        ({"clean_up_tokenization_spaces": True}, None),
-        (
-            {"clean_up_tokenization_spaces": True, _FOR_BPE: True},
-            "clean_up_tokenization_spaces True: ",
-        ),
-        ({"eos_token": "self"}, "eos_token self: "),
-        ({}, None),
-    ],
+@cases(
+    "field, said",
+    ({"split_special_tokens": True}, "split_special_tokens True: "),
+    ({"clean_up_tokenization_spaces": True}, None),
+    (
+        {"clean_up_tokenization_spaces": True, _FOR_BPE: True},
+        "clean_up_tokenization_spaces True: ",
+    ),
+    ({"eos_token": "self"}, "eos_token self: "),
+    ({}, None),
 )
 def test_settings_that_no_tokenizer_json_has_are_warned_of(tmp_path, field, said):
-    save_checkpoint(tmp_path, drafter_config())
+    tiny.save_checkpoint(tmp_path, tiny.drafter_config())
     file = tmp_path / "tokenizer_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | field))
     found = Checkpoint.load(str(tmp_path), torch.float32).passed_over
@@ -345,7 +326,7 @@ def test_every_key_of_llama_cpp_has_a_row():
     assert len(found) > 200
     for key in found:
         own = key.removeprefix("{arch}.")
-        assert find_rule(own, file if own == key else model), (
+        assert module.find_rule(own, file if own == key else model), (
             f"name {key} in gguf_fields"
         )
 
@@ -356,7 +337,7 @@ def header(path, fields=(), family="llama"):
     sizes |= {"feed_forward_length": 96, "vocab_size": 288}
     sizes |= {"attention.head_count": 4, "attention.head_count_kv": 2}
     own = {f"{family}.{name}": value for name, value in sizes.items()}
-    adding(own | dict(fields))(writer)
+    ggufs.adding(own | dict(fields))(writer)
     for name in ("output_norm.weight", "blk.0.attn_norm.weight"):
         writer.add_tensor(name, np.ones(64, np.float32))
     writer.write_header_to_file()
@@ -374,13 +355,11 @@ def read(path, fields, family="llama"):
 def refused_keys():
     for rows, prefix in ((GGUF_MODEL, "llama."), (GGUF_FILE, "")):
         for row in rows:
-            if row.fate == REFUSED:
+            if row.fate == module.REFUSED:
                 yield from ((prefix + name, row) for name in row.names.split())
 
 
-@pytest.mark.parametrize(
-    ("name", "row"), [*refused_keys()], ids=lambda it: str(it)[:40]
-)
+@cases("name, row", *refused_keys(), ids=lambda it: str(it)[:40])
 def test_a_key_that_no_model_computes_with_is_refused(tmp_path, name, row):
     name = name.replace("*", "other")
     value = "adapter" if name == "general.type" else 7
@@ -413,9 +392,9 @@ def test_a_temperature_before_the_filters_is_warned_of(tmp_path):
 
 def test_sampling_and_suppressed_tokens_become_defaults(tmp_path):
     fields = {"general.sampling.temp": 0.5, "general.sampling.min_p": 0.25}
-    change = adding(fields | {"tokenizer.ggml.suppress_tokens": [7, 9, 400]})
-    config = llama_config(num_hidden_layers=1)
-    file = write_gguf(tmp_path / "model.gguf", config, change=change)
+    change = ggufs.adding(fields | {"tokenizer.ggml.suppress_tokens": [7, 9, 400]})
+    config = tiny.llama_config(num_hidden_layers=1)
+    file = ggufs.write_gguf(tmp_path / "model.gguf", config, change=change)
     assert Checkpoint.load(str(file.path), torch.float32).generation == {
         **{"temperature": 0.5, "top_k": 40, "top_p": 0.95, "min_p": 0.25},
         "logit_bias": {7: -1e30, 9: -1e30},
@@ -430,28 +409,26 @@ def rope(config):
     return config.rope_parameters
 
 
-@pytest.mark.parametrize(
-    ("family", "key", "value", "expected"),
-    [
-        ("starcoder2", "rope.freq_base", 1e6, lambda c: rope(c)["rope_theta"]),
-        ("stablelm", "rope.freq_base", 5e5, lambda c: rope(c)["rope_theta"]),
-        ("starcoder2", "attention.layer_norm_epsilon", 0.125, "norm_epsilon"),
-        ("nemotron", "attention.layer_norm_epsilon", 0.125, "norm_eps"),
-        ("falcon", "attention.layer_norm_epsilon", 0.5, "layer_norm_epsilon"),
-        ("phi3", "attention.sliding_window", 8, "sliding_window"),
-        ("gemma2", "final_logit_softcapping", 5.0, "final_logit_softcapping"),
-        ("gemma2", "attn_logit_softcapping", 5.0, "attn_logit_softcapping"),
-        ("gemma3", "final_logit_softcapping", 5.0, "final_logit_softcapping"),
-        (
-            *("gemma3", "rope.freq_base_swa", 5e4),
-            lambda c: rope(c)["sliding_attention"]["rope_theta"],
-        ),
-        ("gemma3", "attention.key_length", 32, "query_pre_attn_scalar"),
-        (
-            *("stablelm", "rope.dimension_count", 8),
-            lambda c: 16 * rope(c)["partial_rotary_factor"],
-        ),
-    ],
+@cases(
+    "family, key, value, expected",
+    ("starcoder2", "rope.freq_base", 1e6, lambda c: rope(c)["rope_theta"]),
+    ("stablelm", "rope.freq_base", 5e5, lambda c: rope(c)["rope_theta"]),
+    ("starcoder2", "attention.layer_norm_epsilon", 0.125, "norm_epsilon"),
+    ("nemotron", "attention.layer_norm_epsilon", 0.125, "norm_eps"),
+    ("falcon", "attention.layer_norm_epsilon", 0.5, "layer_norm_epsilon"),
+    ("phi3", "attention.sliding_window", 8, "sliding_window"),
+    ("gemma2", "final_logit_softcapping", 5.0, "final_logit_softcapping"),
+    ("gemma2", "attn_logit_softcapping", 5.0, "attn_logit_softcapping"),
+    ("gemma3", "final_logit_softcapping", 5.0, "final_logit_softcapping"),
+    (
+        *("gemma3", "rope.freq_base_swa", 5e4),
+        lambda c: rope(c)["sliding_attention"]["rope_theta"],
+    ),
+    ("gemma3", "attention.key_length", 32, "query_pre_attn_scalar"),
+    (
+        *("stablelm", "rope.dimension_count", 8),
+        lambda c: 16 * rope(c)["partial_rotary_factor"],
+    ),
 )
 def test_numbers_that_transformers_passes_over_are_set(
     tmp_path, family, key, value, expected
@@ -462,27 +439,20 @@ def test_numbers_that_transformers_passes_over_are_set(
     assert number(config) == value
 
 
-@pytest.mark.parametrize(
-    ("family", "key", "value"),
-    [
-        ("llama", "attention.sliding_window", 8),
-        ("qwen2", "attention.sliding_window", 8),
-        ("llama", "attn_logit_softcapping", 30.0),
-        ("llama", "rope.freq_base_swa", 5e4),
-        ("qwen2", "rope.dimension_count", 8),
-        ("llama", "rope.scaling.attn_factor", 0.5),
-        ("llama", "attention.value_length", 32),
-        ("gemma3", "attention.sliding_window_pattern", 2),
-    ],
+@cases(
+    "family, key, value",
+    ("llama", "attention.sliding_window", 8),
+    ("qwen2", "attention.sliding_window", 8),
+    ("llama", "attn_logit_softcapping", 30.0),
+    ("llama", "rope.freq_base_swa", 5e4),
+    ("qwen2", "rope.dimension_count", 8),
+    ("llama", "rope.scaling.attn_factor", 0.5),
+    ("llama", "attention.value_length", 32),
+    ("gemma3", "attention.sliding_window_pattern", 2),
 )
 def test_numbers_that_a_family_does_not_have_are_refused(tmp_path, family, key, value):
     with pytest.raises(UnsupportedModelError, match=f"{family}.{key} {value}"):
         read(tmp_path / "a.gguf", {f"{family}.{key}": value}, family)
-
-
-LLAMA = {"do_sample": True, "temperature": 0.6, "top_p": 0.9}
-QWEN = {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "repetition_penalty": 1.05}
-SAMPLED, SAMPLES = {"do_sample": True}, {"temperature": 1.0, "top_k": 50}
 
 
 def written(folder, fields):
@@ -492,26 +462,21 @@ def written(folder, fields):
     return str(folder)
 
 
-@pytest.mark.parametrize(
-    ("fields", "defaults"),
-    [
-        ({}, {}),
-        (LLAMA, {"temperature": 0.6, "top_p": 0.9, "top_k": 50}),
-        ({**SAMPLED, **QWEN}, QWEN),
-        (SAMPLED, SAMPLES),
-        ({**SAMPLED, "top_k": None, "top_p": 1}, {**SAMPLES, "top_p": 1}),
-        (
-            {**SAMPLED, "top_k": 0, "min_p": 0.15},
-            {**SAMPLES, "top_k": 0, "min_p": 0.15},
-        ),
-        ({"min_p": 0.15}, {}),
-        ({"stop_strings": "\n\n"}, {"stop": ["\n\n"]}),
-        ({"stop_strings": ["a", "", "b"]}, {"stop": ["a", "b"]}),
-        ({**LLAMA, "do_sample": False}, {}),
-        ({"temperature": 0.6, "top_k": "never read"}, {}),
-        ({"repetition_penalty": 1.1}, {"repetition_penalty": 1.1}),
-        ({"repetition_penalty": 1.0}, {}),
-    ],
+@cases(
+    "fields, defaults",
+    ({}, {}),
+    (LLAMA, {"temperature": 0.6, "top_p": 0.9, "top_k": 50}),
+    ({**SAMPLED, **QWEN}, QWEN),
+    (SAMPLED, SAMPLES),
+    ({**SAMPLED, "top_k": None, "top_p": 1}, {**SAMPLES, "top_p": 1}),
+    ({**SAMPLED, "top_k": 0, "min_p": 0.15}, {**SAMPLES, "top_k": 0, "min_p": 0.15}),
+    ({"min_p": 0.15}, {}),
+    ({"stop_strings": "\n\n"}, {"stop": ["\n\n"]}),
+    ({"stop_strings": ["a", "", "b"]}, {"stop": ["a", "b"]}),
+    ({**LLAMA, "do_sample": False}, {}),
+    ({"temperature": 0.6, "top_k": "never read"}, {}),
+    ({"repetition_penalty": 1.1}, {"repetition_penalty": 1.1}),
+    ({"repetition_penalty": 1.0}, {}),
 )
 def test_defaults_are_those_that_would_be_used(tmp_path, fields, defaults):
     source = written(tmp_path / "checkpoint", fields)
@@ -521,16 +486,6 @@ def test_defaults_are_those_that_would_be_used(tmp_path, fields, defaults):
 def test_a_checkpoint_without_the_file_has_no_defaults(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     assert GenerationFields.read(str(tmp_path)).defaults() == {}
-
-
-OUT_OF_RANGE = {
-    **{"temperature": (-0.1, "0.6", True, float("nan")), "top_p": (0, 1.5)},
-    **{"top_k": (2.5, -1), "min_p": (1.0,), "repetition_penalty": (0, [1.1])},
-}
-MALFORMED = {
-    **{"suppress_tokens": (5, ["a"]), "bad_words_ids": ([5], {"a": 1})},
-    **{"stop_strings": ([5], {})},
-}
 
 
 @pytest.mark.parametrize(
@@ -555,7 +510,7 @@ def test_a_damaged_file_is_refused(tmp_path, text):
 
 
 def test_a_bad_value_is_refused_before_the_model_is_loaded(tmp_path):
-    source = save_checkpoint(tmp_path / "checkpoint", drafter_config())
+    source = tiny.save_checkpoint(tmp_path / "checkpoint", tiny.drafter_config())
     (source / FILE).write_text(json.dumps({"do_sample": True, "temperature": -1}))
     (source / "model.safetensors").unlink()
     with pytest.raises(CheckpointError, match="has temperature -1"):

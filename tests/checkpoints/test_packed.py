@@ -23,6 +23,7 @@ from jetdraft.export.step import Step, kv_shapes
 from jetdraft.export.tracer import trace
 from jetdraft.quant.choice import Limit
 from jetdraft.recipe import Recipe
+from tests import cases
 from tests.tiny import SIZES, exported, llama_config, save_checkpoint
 
 GROUP, IDS = 32, list(range(20))
@@ -30,12 +31,12 @@ quick = partial(ExportOptions, Recipe("none"), capacity=64, max_width=32, fast=T
 Q = "model.layers.0.self_attn.q_proj"
 AWQ = (0, 2, 4, 6, 1, 3, 5, 7)
 """The column that each place of a word holds."""
+ROW = torch.arange(30)[None]
 
 
 def words(values, bits, order=None):
     """Along the last axis, several to an int32, the first in the lowest bits."""
-    each = 32 // bits
-    rows = values.reshape(-1, values.shape[-1])
+    each, rows = 32 // bits, values.reshape(-1, values.shape[-1])
     found = np.zeros((len(rows), values.shape[-1] // each), np.uint32)
     for row, line in enumerate(rows):
         for place in range(values.shape[-1]):
@@ -241,27 +242,23 @@ def shuffled(seed):
     return pack
 
 
-@pytest.mark.parametrize(
-    ("flavour", "seed", "products"),
-    [
-        ("contrib", lambda: 3, 4),
-        ("contrib", itertools.count().__next__, 7),
-        # It merges no products, so one order would be no other case.
-        ("standard", itertools.count().__next__, 7),
-    ],
+@cases(
+    "flavour, seed, products",
+    ("contrib", lambda: 3, 4),
+    ("contrib", itertools.count().__next__, 7),
+    # It merges no products, so one order would be no other case.
+    ("standard", itertools.count().__next__, 7),
 )
 def test_inputs_in_another_order(base, flavour, seed, products):
     settings = {**FORMATS["gptq"][1], "desc_act": True}
-    integers, scales, zeros = quantize(base, shuffled(seed), settings, symmetric=True)[
-        Q
-    ]
+    ints, scales, zeros = quantize(base, shuffled(seed), settings, symmetric=True)[Q]
     model = Checkpoint.load(str(base), torch.float32).model
     groups = load_file(base / "model.safetensors")[f"{Q}.g_idx"].numpy()
     order = np.argsort(groups, kind="stable")
-    expected = np.zeros(integers.shape, np.float32)
+    expected = np.zeros(ints.shape, np.float32)
     for place, row in enumerate(order):
         scale, zero = scales[:, place // GROUP], zeros[:, place // GROUP]
-        expected[:, row] = (integers[:, place].astype(np.float32) - zero) * scale
+        expected[:, row] = (ints[:, place].astype(np.float32) - zero) * scale
     found = model.get_submodule(Q).weight.detach().float().numpy()
     np.testing.assert_allclose(found, expected, atol=1e-2)
     export(str(base), base.parent / "bundle", options=quick(flavour=flavour))
@@ -320,8 +317,7 @@ def test_a_last_group_may_be_shorter(base):
 
 
 def test_integers_of_one_byte_are_read_too(base):
-    tensors = load_file(base / "model.safetensors")
-    random = np.random.default_rng(0)
+    tensors, random = load_file(base / "model.safetensors"), np.random.default_rng(0)
     shape = tuple(tensors[f"{Q}.weight"].shape)
     signed = torch.from_numpy(random.integers(-128, 128, shape).astype(np.int8))
     scales = torch.from_numpy(random.uniform(0.01, 0.02, (64, 1)).astype(np.float32))
@@ -356,21 +352,19 @@ def test_a_limit_has_nothing_to_raise(base, tmp_path):
         export(str(base), tmp_path / "bundle", None, options)
 
 
-@pytest.mark.parametrize(
-    ("method", "settings", "change", "error", "reason"),
-    [
-        ("gptq", {"bits": 3}, {}, UnsupportedModelError, "has 3 bits"),
-        ("gptq", {}, {"g_idx": lambda x: x.flip(0) * 2}, CheckpointError, "to a group"),
-        ("gptq", {"quant_method": "quip"}, {}, UnsupportedModelError, "by quip"),
-        ("gptq", {}, {"qzeros": lambda x: None}, CheckpointError, "not as gptq writes"),
-        ("gptq", {}, {"scales": lambda x: x * torch.nan}, CheckpointError, "finite"),
-        ("gptq", {}, {"scales": lambda x: x[:0]}, CheckpointError, "q_proj"),
-        ("awq", {"version": "marlin"}, {}, UnsupportedModelError, "marlin kernels"),
-        ("awq", {"bits": 8}, {}, UnsupportedModelError, "has 8 bits"),
-        ("awq", {"bits": None}, {}, CheckpointError, "not as awq writes"),
-        ("awq", {"version": None}, {}, CheckpointError, "not as awq writes"),
-        ("gptq", {"group_size": 24}, {}, CheckpointError, "scales or zeros"),
-    ],
+@cases(
+    "method, settings, change, error, reason",
+    ("gptq", {"bits": 3}, {}, UnsupportedModelError, "has 3 bits"),
+    ("gptq", {}, {"g_idx": lambda x: x.flip(0) * 2}, CheckpointError, "to a group"),
+    ("gptq", {"quant_method": "quip"}, {}, UnsupportedModelError, "by quip"),
+    ("gptq", {}, {"qzeros": lambda x: None}, CheckpointError, "not as gptq writes"),
+    ("gptq", {}, {"scales": lambda x: x * torch.nan}, CheckpointError, "finite"),
+    ("gptq", {}, {"scales": lambda x: x[:0]}, CheckpointError, "q_proj"),
+    ("awq", {"version": "marlin"}, {}, UnsupportedModelError, "marlin kernels"),
+    ("awq", {"bits": 8}, {}, UnsupportedModelError, "has 8 bits"),
+    ("awq", {"bits": None}, {}, CheckpointError, "not as awq writes"),
+    ("awq", {"version": None}, {}, CheckpointError, "not as awq writes"),
+    ("gptq", {"group_size": 24}, {}, CheckpointError, "scales or zeros"),
 )
 def test_what_cannot_be_read_is_refused_by_name(
     base, method, settings, change, error, reason
@@ -395,9 +389,6 @@ def test_four_bits_of_bitsandbytes_are_no_integers(base):
     rewrite(base, kept, quant_method="bitsandbytes")
     with pytest.raises(UnsupportedModelError, match="nf4"):
         Checkpoint.load(str(base), torch.float32)
-
-
-ROW = torch.arange(30)[None]
 
 
 @pytest.fixture
@@ -438,12 +429,10 @@ def test_what_a_model_computes_for_itself_is_not_rounded(tmp_path):
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
     model.bfloat16().save_pretrained(folder)
     found = Checkpoint.load(str(folder), torch.float32).model
-    whole = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32
-    )
-    assert torch.equal(logits(found), logits(whole))
+    own = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    assert torch.equal(logits(found), logits(own))
     rounded = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
-    assert not torch.equal(logits(rounded.float()), logits(whole)), "it would matter"
+    assert not torch.equal(logits(rounded.float()), logits(own)), "it would matter"
 
 
 def test_a_traced_graph_holds_no_copy_of_a_matrix(half):

@@ -14,46 +14,9 @@ from jetdraft.checkpoints.refusals import check_kinds, check_unread
 from jetdraft.errors import CheckpointError, UnsupportedModelError
 from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.recipe import Recipe
+from tests import cases
 from tests.checkpoints.heads import layouts
 from tests.tiny import SIZES, llama_config, save_checkpoint
-
-
-def test_a_config_with_fewer_layers_than_its_weights(tmp_path):
-    folder = save_checkpoint(tmp_path / "c", llama_config(num_hidden_layers=3))
-    file = folder / "config.json"
-    fields = json.loads(file.read_text())
-    fields.pop("layer_types", None)
-    file.write_text(json.dumps(fields | {"num_hidden_layers": 2}))
-    with pytest.raises(CheckpointError, match=r"layers\.2\..*describes 2 such layers"):
-        Checkpoint.load(str(folder), torch.float32)
-
-
-@pytest.mark.parametrize(
-    ("read", "unread"),
-    [
-        (["model.layers.1.w"], ["model.layers.2.eh_proj.weight", "model.layers.2.w"]),
-        (["model.layers.1.w"], ["mtp.layers.0.w", "model.mtp_layers.0.w", "mtp.fc"]),
-        (["h.1.w"], ["h.0.attn.bias", "lm_head.weight"]),
-        (["encoder.block.3.w", "decoder.block.1.w"], ["encoder.block.3.mask"]),
-    ],
-)
-def test_what_else_is_left_unread(read, unread):
-    check_unread("folder", read, unread)
-
-
-def test_each_stack_has_its_own_layers(tmp_path):
-    read = ["encoder.block.3.w", "decoder.block.1.w"]
-    with pytest.raises(CheckpointError, match=r"decoder\.block\.2\.w, .* 2 such"):
-        check_unread("folder", read, ["decoder.block.2.w", "encoder.block.3.mask"])
-    unread = ["layers.2.eh_proj.weight", "layers.2.w", "layers.3.w"]
-    with pytest.raises(CheckpointError, match=r"layers\.3\.w"):
-        check_unread("folder", ["layers.1.w"], unread)
-
-
-def test_a_bias_that_the_config_does_not_describe():
-    with pytest.raises(CheckpointError, match=r"layers\.0\.q\.bias, .*no such bias"):
-        check_unread("folder", ["layers.0.q.weight"], ["layers.0.q.bias"])
-
 
 QUICK = ExportOptions(Recipe("none"), capacity=64, max_width=32, fast=True)
 EXPERTS = "is a mixture of experts"
@@ -77,6 +40,43 @@ CASES = {
     "aya_vision": (transformers.AyaVisionConfig(), ["'aya_vision'", "more than text"]),
     "clip": (transformers.CLIPConfig(), ["is a 'clip' model", "language model"]),
 }
+SHARD = "model-00002-of-00002.safetensors"
+SENTENCE = "The checkpoint has model type `nonsense`, which is not known"
+
+
+def test_a_config_with_fewer_layers_than_its_weights(tmp_path):
+    folder = save_checkpoint(tmp_path / "c", llama_config(num_hidden_layers=3))
+    file = folder / "config.json"
+    fields = json.loads(file.read_text())
+    fields.pop("layer_types", None)
+    file.write_text(json.dumps(fields | {"num_hidden_layers": 2}))
+    with pytest.raises(CheckpointError, match=r"layers\.2\..*describes 2 such layers"):
+        Checkpoint.load(str(folder), torch.float32)
+
+
+@cases(
+    "read, unread",
+    (["model.layers.1.w"], ["model.layers.2.eh_proj.weight", "model.layers.2.w"]),
+    (["model.layers.1.w"], ["mtp.layers.0.w", "model.mtp_layers.0.w", "mtp.fc"]),
+    (["h.1.w"], ["h.0.attn.bias", "lm_head.weight"]),
+    (["encoder.block.3.w", "decoder.block.1.w"], ["encoder.block.3.mask"]),
+)
+def test_what_else_is_left_unread(read, unread):
+    check_unread("folder", read, unread)
+
+
+def test_each_stack_has_its_own_layers(tmp_path):
+    read = ["encoder.block.3.w", "decoder.block.1.w"]
+    with pytest.raises(CheckpointError, match=r"decoder\.block\.2\.w, .* 2 such"):
+        check_unread("folder", read, ["decoder.block.2.w", "encoder.block.3.mask"])
+    unread = ["layers.2.eh_proj.weight", "layers.2.w", "layers.3.w"]
+    with pytest.raises(CheckpointError, match=r"layers\.3\.w"):
+        check_unread("folder", ["layers.1.w"], unread)
+
+
+def test_a_bias_that_the_config_does_not_describe():
+    with pytest.raises(CheckpointError, match=r"layers\.0\.q\.bias, .*no such bias"):
+        check_unread("folder", ["layers.0.q.weight"], ["layers.0.q.bias"])
 
 
 def refusal(folder, output) -> str:
@@ -118,13 +118,11 @@ def test_fields_of_parts_that_a_model_lacks_refuse_nothing(tmp_path):
     export(str(folder), tmp_path / "bundle", options=QUICK)
 
 
-@pytest.mark.parametrize(
+@cases(
     "fields",
-    [
-        {"num_experts": 1},
-        {"num_experts": 16_384, "is_moe": False},
-        {"num_experts": [1, "two", None]},
-    ],
+    {"num_experts": 1},
+    {"num_experts": 16_384, "is_moe": False},
+    {"num_experts": [1, "two", None]},
 )
 def test_one_expert_is_no_mixture(fields):
     check_kinds("doge/", fields.get)
@@ -146,9 +144,6 @@ def test_a_checkpoint_without_a_tokenizer_is_told(tmp_path):
         export(str(folder), tmp_path / "bundle", options=QUICK)
 
 
-SHARD = "model-00002-of-00002.safetensors"
-
-
 @pytest.fixture(params=["head", "target"])
 def load(request):
     target = partial(Checkpoint.load, dtype=torch.float32)
@@ -161,9 +156,7 @@ def folder(tmp_path):
     return tmp_path
 
 
-@pytest.mark.parametrize(
-    "place", ["../other/x.safetensors", "/etc/x", "a/../../x", "..\\x", "C:\\x"]
-)
+@cases("place", "../other/x.safetensors", "/etc/x", "a/../../x", "..\\x", "C:\\x")
 def test_a_shard_outside_the_folder(folder, load, place):
     """An index of strangers must not choose which files are read."""
     file = folder / "model.safetensors.index.json"
@@ -194,18 +187,13 @@ def test_an_index_that_is_none(folder, load, text):
         load(str(folder))
 
 
-SENTENCE = "The checkpoint has model type `nonsense`, which is not known"
-
-
-@pytest.mark.parametrize(
-    ("message", "line"),
-    [
-        ("one\ntwo", "one"),
-        ("wrong:\n  two\nthree", "wrong: two"),
-        (f"{SENTENCE}. It is new", f"{SENTENCE}. It is new"),
-        (f"{SENTENCE}. {'This could be. ' * 20}", SENTENCE),
-        ("", "ValueError"),
-    ],
+@cases(
+    "message, line",
+    ("one\ntwo", "one"),
+    ("wrong:\n  two\nthree", "wrong: two"),
+    (f"{SENTENCE}. It is new", f"{SENTENCE}. It is new"),
+    (f"{SENTENCE}. {'This could be. ' * 20}", SENTENCE),
+    ("", "ValueError"),
 )
 def test_of_a_long_line_the_first_sentence_is_left(message: str, line: str) -> None:
     assert first_line(ValueError(message)) == line

@@ -26,6 +26,7 @@ CONTENDERS = [
     ),
     ("auto", None, True),
 ]
+NOTHING = {"one wanted": [1, 2, 3], "no room": [1] * 256, "room for one": [1] * 255}
 
 
 @pytest.fixture(scope="module")
@@ -104,9 +105,6 @@ def test_without_prompts_there_are_some_of_its_own(lone_bundle):
     methods = [line.split()[0] for line in result.stdout.splitlines()[1:4]]
     assert methods == ["none", "none", "lookup"]
     assert "4/4" in result.stdout
-
-
-NOTHING = {"one wanted": [1, 2, 3], "no room": [1] * 256, "room for one": [1] * 255}
 
 
 @pytest.mark.parametrize("prompt", NOTHING.values(), ids=NOTHING)

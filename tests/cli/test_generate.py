@@ -26,6 +26,35 @@ METRICS = {
     *("acceptance_rate", "tokens_per_pass", "accepted_by_position"),
     *("tokens_per_second", "time_to_first_token"),
 }
+SEVERAL = """
+import json, sys
+from jetdraft.cli import main
+for words in json.loads(sys.argv[1]):
+    try:
+        main(words)
+    except SystemExit as ended:
+        print("code", ended.code, file=sys.stderr)
+"""
+"""Run several commands in one process, as far apart as possible from this one."""
+# Slow enough to interrupt. A shell may have switched Ctrl-C off in the background.
+SLOW = """
+import signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from jetdraft.cli import main
+from jetdraft.runtime.sampling.chooser import Chooser
+choose, rounds = Chooser.choose, 0
+def slowly(*arguments):
+    global rounds
+    rounds += 1
+    if rounds == 20:
+        print("started", file=sys.stderr, flush=True)
+    time.sleep(0.02)
+    return choose(*arguments)
+Chooser.choose = slowly
+main(sys.argv[1:])
+"""
+ASKS = "\x1b[?2004h> "  # It takes pasted lines.
+BRIEF = ("--max-new-tokens", "8", "--threads", "1")
 
 
 def test_text_goes_to_stdout_and_one_line_of_stats_to_stderr(bundle, model):
@@ -86,11 +115,9 @@ def test_endings_and_penalties_reach_the_generation(bundle, model):
     flags = ("--stop", stop[0], "--stop", stop[1], "--repetition-penalty", "1.2")
     result = succeed("generate", bundle, *GIVEN, *SHORT, "--json", *flags)
     found = json.loads(result.stdout)
-    expected = model.generate(
-        PROMPT, max_new_tokens=24, stop=stop, repetition_penalty=1.2
-    )
-    assert found["text"] == expected.text
-    assert found["token_ids"] == expected.token_ids
+    plain = model.generate(PROMPT, max_new_tokens=24, stop=stop, repetition_penalty=1.2)
+    assert found["text"] == plain.text
+    assert found["token_ids"] == plain.token_ids
 
 
 def test_short_names_are_the_long_ones(bundle):
@@ -162,18 +189,6 @@ def test_prompt_comes_from_a_file_or_stdin(bundle, model, tmp_path, way):
     assert result.stdout == model.generate(prompt, max_new_tokens=24).text + "\n"
 
 
-SEVERAL = """
-import json, sys
-from jetdraft.cli import main
-for words in json.loads(sys.argv[1]):
-    try:
-        main(words)
-    except SystemExit as ended:
-        print("code", ended.code, file=sys.stderr)
-"""
-"""Run several commands in one process, as far apart as possible from this one."""
-
-
 def several(*commands):
     words = [[str(word) for word in command] for command in commands]
     return [sys.executable, "-c", SEVERAL, json.dumps(words)]
@@ -214,27 +229,7 @@ def test_a_locale_without_the_letters_of_a_text_loses_nothing(bundle):
         env={**os.environ, "PYTHONIOENCODING": "latin-1"},
     )  # fmt: skip
     text, fields = done.stdout.splitlines()
-    assert text == b"\xe4\\u6f22"
-    assert json.loads(fields)["text"] == "ä漢"
-
-
-# Slow enough to interrupt. A shell may have switched Ctrl-C off in the background.
-SLOW = """
-import signal, sys, time
-signal.signal(signal.SIGINT, signal.default_int_handler)
-from jetdraft.cli import main
-from jetdraft.runtime.sampling.chooser import Chooser
-choose, rounds = Chooser.choose, 0
-def slowly(*arguments):
-    global rounds
-    rounds += 1
-    if rounds == 20:
-        print("started", file=sys.stderr, flush=True)
-    time.sleep(0.02)
-    return choose(*arguments)
-Chooser.choose = slowly
-main(sys.argv[1:])
-"""
+    assert (text, json.loads(fields)["text"]) == (b"\xe4\\u6f22", "ä漢")
 
 
 def interrupted(*arguments: object) -> tuple[str, str]:
@@ -345,10 +340,6 @@ def test_bad_files_and_bundles_are_refused(whisper, bundle, file, tmp_path):
         result = jetdraft(verb, heard)
         assert result.exit_code == 2
         assert "error: the bundle's model hears, and reads no text" in result.stderr
-
-
-ASKS = "\x1b[?2004h> "  # It takes pasted lines.
-BRIEF = ("--max-new-tokens", "8", "--threads", "1")
 
 
 @pytest.fixture(scope="module")

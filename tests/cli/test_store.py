@@ -6,13 +6,8 @@ import pytest
 
 import jetdraft as package
 from jetdraft.bundle import Bundle
-from jetdraft.learning.lessons import (
-    LESSONS_FILE,
-    Lesson,
-    Lessons,
-    WeightSets,
-    drafter_sha256,
-)
+from jetdraft.learning import lessons as module
+from jetdraft.learning.lessons import LESSONS_FILE, Lesson, Lessons, WeightSets
 from jetdraft.runtime.text.codec import TextCodec
 from tests.programs import assert_refused, jetdraft, succeed
 from tests.server.serving import started
@@ -185,7 +180,7 @@ def test_the_server_learns_for_each_client(toy, tmp_path):
     body = {"prompt": "The robot sees", "method": "draft", "num_draft_tokens": 4}
     own = {n: array for n, array in arrays_of(toy).items() if array.ndim == 2}
     name = put_on_trial(folder, toy, own)
-    WeightSets(folder, drafter_sha256(Bundle.open(toy))).settle(name, keep=True)
+    WeightSets(folder, module.drafter_sha256(Bundle.open(toy))).settle(name, keep=True)
     with started(toy, "--learn", folder) as (process, url):
         request = urllib.request.Request(
             f"{url}/v1/completions",

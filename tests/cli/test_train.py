@@ -11,11 +11,17 @@ import click
 import pytest
 
 from jetdraft.cli.train import command as trainers
+from tests import cases
 from tests.programs import INTERRUPTIBLE, assert_refused, jetdraft, succeed, without
 from tests.tiny import llama_config, save_checkpoint
 
 PAGE = Path(__file__).parents[2] / "docs" / "training.md"
 QUICK = ("--gamma", "2", "--sequence-length", "24", "--batch-size", "2")
+DRAFTER = ("--sequence-length", 24, "--batch-size", 2, "--steps", 2)
+COMMON = {
+    *("--data", "--steps", "--batch-size", "--sequence-length", "--learning-rate"),
+    *("--validation-share", "--validate-every", "--seed", "--output"),
+}
 
 
 @pytest.fixture(scope="module")
@@ -44,11 +50,9 @@ def test_from_a_text_to_drafts(target, text, tmp_path):
     assert "streams       2 in the top 2 layers, lossless" in shown
     how = ("--max-new-tokens", "24", "--threads", "1", "--json")
     write = ("generate", bundle, "-p", " self", *how, "--method")
-    plain, drafted = (
-        json.loads(jetdraft(*write, m).stdout) for m in ("none", "stream")
-    )
-    assert drafted["token_ids"] == plain["token_ids"]
-    assert drafted["stats"]["drafted_tokens"] > 0
+    plain, drawn = (json.loads(jetdraft(*write, m).stdout) for m in ("none", "stream"))
+    assert drawn["token_ids"] == plain["token_ids"]
+    assert drawn["stats"]["drafted_tokens"] > 0
 
 
 def test_a_missing_target(text, tmp_path):
@@ -92,13 +96,11 @@ def test_a_trigram_table_is_counted_and_used(bundle, tmp_path):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "words"),
-    [
-        ("missing.txt", None, "no data file"),
-        ("short.txt", b"", "fewer than three tokens"),
-        ("binary.txt", b"\xff\xfe\x00", "not text"),
-    ],
+@cases(
+    "name, content, words",
+    ("missing.txt", None, "no data file"),
+    ("short.txt", b"", "fewer than three tokens"),
+    ("binary.txt", b"\xff\xfe\x00", "not text"),
 )
 def test_a_bad_corpus_leaves_no_table(bundle, tmp_path, name, content, words):
     corpus, table = tmp_path / name, tmp_path / "table.npz"
@@ -155,9 +157,6 @@ def test_a_head_from_a_text(tmp_path, text):
     assert_refused(jetdraft(*other, *sizes, "--taps", "a,b"), "comma list of integers")
 
 
-DRAFTER = ("--sequence-length", 24, "--batch-size", 2, "--steps", 2)
-
-
 def test_a_drafter_from_a_text(target, tmp_path, text):
     command = ("train", "draft", target, "--data", text, "-o", tmp_path / "drafter")
     sizes = ("--layers", 1, "--hidden-size", 32, "--draft-vocab", 50)
@@ -176,12 +175,6 @@ def test_a_drafter_from_a_text(target, tmp_path, text):
     other = (*command[:-1], tmp_path / "layers", "--from-layers", "0,2")
     layers = succeed(*other, *DRAFTER)
     assert "training a drafter of width 64, layers: 2" in layers.stderr
-
-
-COMMON = {
-    *("--data", "--steps", "--batch-size", "--sequence-length", "--learning-rate"),
-    *("--validation-share", "--validate-every", "--seed", "--output"),
-}
 
 
 @pytest.mark.parametrize("name", trainers.list_commands(click.Context(trainers)))
@@ -206,14 +199,12 @@ def test_ctrl_c_before_the_first_step_is_one_line(target, text, tmp_path, monkey
     assert jetdraft(*command, "--regenerate", *DRAFTER).exit_code == 0
 
 
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        ("stream --sequence-length 5", "too short for 4 streams"),
-        ("draft --from-layers a,b", "is not a comma list of integers"),
-        ("draft --beta 0.3", "leave --beta out"),
-        ("kangaroo --exit-layer 9", "give 1 to 2"),
-    ],
+@cases(
+    "line, said",
+    ("stream --sequence-length 5", "too short for 4 streams"),
+    ("draft --from-layers a,b", "is not a comma list of integers"),
+    ("draft --beta 0.3", "leave --beta out"),
+    ("kangaroo --exit-layer 9", "give 1 to 2"),
 )
 def test_bad_options_are_one_line_before_anything_is_written(
     target, text, tmp_path, line, said

@@ -129,8 +129,7 @@ def use_ollama() -> None:
     assert [part.done for part in parts[-2:]] == [False, True]
     called = client.chat(**greedy, messages=ASK, tools=[read_sensor]).message
     [_] = called.tool_calls
-    result = {"role": "tool", "tool_name": "read_sensor", "content": "7"}
-    turns = [*ASK, called, result]
+    turns = [*ASK, called, {"role": "tool", "tool_name": "read_sensor", "content": "7"}]
     said = client.chat(**greedy, messages=turns, tools=[read_sensor])
     assert said.message.content
     found = client.chat(**greedy, messages=ASK_ANN, format=Person.model_json_schema())

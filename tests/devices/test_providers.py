@@ -25,6 +25,7 @@ from jetdraft.devices.trial import GRAPH
 from jetdraft.errors import ProviderError
 from jetdraft.runtime.passes import session
 from jetdraft.runtime.passes.session import _check_provider
+from tests import cases
 from tests.devices.trees import ORIN_NANO, THOR, write
 from tests.programs import assert_refused, jetdraft, succeed
 
@@ -33,6 +34,12 @@ CUDA = (
     "error: libcublasLt.so.13: cannot open shared object file: No such file\n"
     "[W:onnxruntime] Failed to create CUDAExecutionProvider.\n"
 )
+CUDA_EP, CPU_EP = PROVIDERS["cuda"].full, PROVIDERS["cpu"].full
+BROKEN = Presence("cuda", compiled=True, runs=False, reason="it needs libcublas.so")
+CONTRACT = StepContract(100, 512, 64, "float16", ((2, 16),), tree=True)
+MACHINE = {"bundle": "b", "gpu": "Orin", "tensorrt": "10.16.2", "onnxruntime": "1.31.1"}
+SIZES = ("min", "opt", "max")
+RUNS = Presence("webgpu", True, True)
 
 
 def test_the_graph_of_a_trial_multiplies():
@@ -56,17 +63,15 @@ def test_what_a_trial_finds(monkeypatch):
     assert cuda.reason
 
 
-@pytest.mark.parametrize(
-    ("code", "stderr", "reason"),
-    [
-        (1, CUDA, "it needs libcublasLt.so.13"),
-        (1, "CUDA error cudaErrorNoKernelImageForDevice:no kernel image", "no code"),
-        (1, "CUDA failure 100: no CUDA-capable device is detected", "no CUDA device"),
-        (1, "CUDA failure 35: CUDA driver version is insufficient", "driver is older"),
-        (-11, "", "signal 11"),
-        (1, "Traceback\n  ...\nValueError: odd\n", "failed: ValueError: odd"),
-        (1, "", "no message"),
-    ],
+@cases(
+    "code, stderr, reason",
+    (1, CUDA, "it needs libcublasLt.so.13"),
+    (1, "CUDA error cudaErrorNoKernelImageForDevice:no kernel image", "no code"),
+    (1, "CUDA failure 100: no CUDA-capable device is detected", "no CUDA device"),
+    (1, "CUDA failure 35: CUDA driver version is insufficient", "driver is older"),
+    (-11, "", "signal 11"),
+    (1, "Traceback\n  ...\nValueError: odd\n", "failed: ValueError: odd"),
+    (1, "", "no message"),
 )
 def test_reasons(code, stderr, reason):
     assert reason in failure_reason(code, stderr)
@@ -135,9 +140,6 @@ class Session:
             yield SimpleNamespace(ep_name=owner, get_nodes=lambda node=node: [node])
 
 
-CUDA_EP, CPU_EP = PROVIDERS["cuda"].full, PROVIDERS["cpu"].full
-
-
 def test_a_silent_fall_back_is_an_error(monkeypatch):
     """Sizes alone may be computed on the CPU."""
     nodes = [(CUDA_EP, "MatMul"), (CPU_EP, "Shape"), (CPU_EP, "Concat")]
@@ -148,9 +150,6 @@ def test_a_silent_fall_back_is_an_error(monkeypatch):
     monkeypatch.setattr(session, "try_provider", lambda name: BROKEN)
     with pytest.raises(ProviderError, match="cannot be used here: it needs libcublas"):
         _check_provider(Session([CPU_EP], []), "cuda", Path("a.onnx"))
-
-
-BROKEN = Presence("cuda", compiled=True, runs=False, reason="it needs libcublas.so")
 
 
 def test_what_cannot_run_is_refused_with_the_reason(monkeypatch):
@@ -172,11 +171,6 @@ def test_auto_takes_the_fastest_that_can(monkeypatch):
         assert choose_provider("auto", [(flavour, dtype)], "states").name == "cpu"
     runs = replace(runs, software=True)
     assert choose_provider("auto", [("contrib", "float32")]).name == "cpu"
-
-
-CONTRACT = StepContract(100, 512, 64, "float16", ((2, 16),), tree=True)
-MACHINE = {"bundle": "b", "gpu": "Orin", "tensorrt": "10.16.2", "onnxruntime": "1.31.1"}
-SIZES = ("min", "opt", "max")
 
 
 def shapes(text):
@@ -326,26 +320,21 @@ def test_the_trial_says_why_webgpu_does_not_run(monkeypatch):
     assert providers.try_provider("webgpu").software
 
 
-RUNS = Presence("webgpu", True, True)
-
-
 def stopped(reason):
     return Presence("webgpu", True, False, reason)
 
 
-@pytest.mark.parametrize(
-    ("state", "gpu", "fix"),
-    [
-        (RUNS, True, ""),
-        (replace(RUNS, software=True), True, "Vulkan"),
-        (Presence("webgpu", False, False, webgpu.MISSING_MESSAGE), True, ""),
-        (stopped("libvulkan.so.1 is missing; apt install"), True, "libvulkan1"),
-        (stopped("Vulkan has no driver here (error -9)"), True, "install the GPU's"),
-        (stopped("the WebGPU plug-in 0.3 is too old"), True, "pip install --upgrade"),
-        # Without a GPU no driver would help.
-        (stopped("libvulkan.so.1 is missing"), False, ""),
-        (stopped("Vulkan has no"), False, ""),
-    ],
+@cases(
+    "state, gpu, fix",
+    (RUNS, True, ""),
+    (replace(RUNS, software=True), True, "Vulkan"),
+    (Presence("webgpu", False, False, webgpu.MISSING_MESSAGE), True, ""),
+    (stopped("libvulkan.so.1 is missing; apt install"), True, "libvulkan1"),
+    (stopped("Vulkan has no driver here (error -9)"), True, "install the GPU's"),
+    (stopped("the WebGPU plug-in 0.3 is too old"), True, "pip install --upgrade"),
+    # Without a GPU no driver would help.
+    (stopped("libvulkan.so.1 is missing"), False, ""),
+    (stopped("Vulkan has no"), False, ""),
 )
 def test_the_doctor_has_a_fix(tmp_path, state, gpu, fix):
     def presence_of(name):

@@ -19,6 +19,25 @@ from tests.tiny import llama_config, save_checkpoint
 SMALL = {"capacity": 64, "max_width": 16, "fast": True}
 TAPS = [1, 2, 3]
 OF_TAPS: dict[str, Any] = {"eagle_aux_hidden_state_layer_ids": TAPS}
+SIZES = {**tiny.SIZES, "num_hidden_layers": 1}
+MTP: dict[str, tuple[Any, Callable[[], dict[str, Tensor]]]] = {
+    # MiMo-7B: a Qwen2 layer, and the state before the embedding.
+    "mimo": (transformers.Qwen2Config(**SIZES), lambda: _module(
+        "model.mtp_layers.0.", "token_layernorm", "hidden_layernorm", "input_proj",
+        "final_layernorm", bias=True)),
+    # The names of Qwen3-Next and Qwen3.5, beside a target without recurrent layers.
+    "qwen": (transformers.Qwen3Config(**SIZES, head_dim=16), lambda: _module(
+        "mtp.", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm",
+        at="mtp.layers.0.", qk_norm=True)),
+    # The names of DeepSeek-V3 and GLM-4.5, beside a target without experts.
+    "deepseek": (transformers.LlamaConfig(**SIZES), lambda: _module(
+        "model.layers.1.", "enorm", "hnorm", "eh_proj", "shared_head.norm")),
+}  # fmt: skip
+COPIES = {
+    "model.layers.1.embed_tokens.weight": "model.embed_tokens.weight",
+    "model.layers.1.shared_head.head.weight": "lm_head.weight",
+}
+"""Matrices of the target that DeepSeek's files have once more."""
 
 
 class Kind(NamedTuple):
@@ -54,27 +73,6 @@ def _module(prefix: str, *names: str, **layer: Any) -> dict[str, Tensor]:
     fc = {f"{names[2]}.weight": rand(H, 2 * H)}
     own = {prefix + name: tensor for name, tensor in (norms | fc).items()}
     return own | layouts.layer_tensors(layer.pop("at", prefix), **layer)
-
-
-SIZES = {**tiny.SIZES, "num_hidden_layers": 1}
-MTP: dict[str, tuple[Any, Callable[[], dict[str, Tensor]]]] = {
-    # MiMo-7B: a Qwen2 layer, and the state before the embedding.
-    "mimo": (transformers.Qwen2Config(**SIZES), lambda: _module(
-        "model.mtp_layers.0.", "token_layernorm", "hidden_layernorm", "input_proj",
-        "final_layernorm", bias=True)),
-    # The names of Qwen3-Next and Qwen3.5, beside a target without recurrent layers.
-    "qwen": (transformers.Qwen3Config(**SIZES, head_dim=16), lambda: _module(
-        "mtp.", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm",
-        at="mtp.layers.0.", qk_norm=True)),
-    # The names of DeepSeek-V3 and GLM-4.5, beside a target without experts.
-    "deepseek": (transformers.LlamaConfig(**SIZES), lambda: _module(
-        "model.layers.1.", "enorm", "hnorm", "eh_proj", "shared_head.norm")),
-}  # fmt: skip
-COPIES = {
-    "model.layers.1.embed_tokens.weight": "model.embed_tokens.weight",
-    "model.layers.1.shared_head.head.weight": "lm_head.weight",
-}
-"""Matrices of the target that DeepSeek's files have once more."""
 
 
 class Made(NamedTuple):

@@ -21,15 +21,13 @@ from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.contracts.step_contract import StepContract
 from jetdraft.contracts.tensors import WIDEST
 from jetdraft.errors import CheckpointError, UnsupportedModelError
+from jetdraft.export import fusing, seams, tracer
 from jetdraft.export.attentions import attentions, use_own_attention
-from jetdraft.export.fusing import fill_packets, fuse
-from jetdraft.export.seams import check_seams
 from jetdraft.export.step import Step, buffer_sizes
-from jetdraft.export.tracer import trace
 from jetdraft.runtime.measured.survey import randomized
 from jetdraft.runtime.passes.graph import Graph
 from jetdraft.runtime.passes.session import StepSessions, open_session
-from tests import tiny
+from tests import cases, tiny
 from tests.checkpoints.heads.test_mtp import edit
 from tests.tiny import HYBRIDS, SHARING, VOCAB_SIZE, llama_config, save_checkpoint
 
@@ -54,11 +52,9 @@ LONG_ROPE = {
 DYNAMIC_ROPE = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
 
 YARN_ROPE = {
-    "rope_type": "yarn",
-    "rope_theta": 10000.0,
-    "factor": 4.0,
+    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0,
     "original_max_position_embeddings": 16,
-}
+}  # fmt: skip
 
 CONFIGS = {
     "llama with biases, yarn": llama_config(
@@ -94,6 +90,10 @@ CONFIGS = {
         **SIZES, **WINDOWS, **OF_EACH_LAYER, global_head_dim=16),
     **{f"{name}, shared": make() for name, make in tiny.SHARING.items()},
 }  # fmt: skip
+TEXT = np.random.default_rng(0).integers(0, VOCAB_SIZE, 500)
+DRAFT = 5
+FAMILIES = {**HYBRIDS, **SHARING}
+of_states = pytest.mark.parametrize("family", HYBRIDS, indirect=True)
 
 
 def load(config, folder) -> Checkpoint:
@@ -112,8 +112,8 @@ def contract_of(checkpoint: Checkpoint, capacity: int = CAPACITY) -> StepContrac
 
 
 def traced(checkpoint: Checkpoint, contract: StepContract) -> ir.Model:
-    model = trace(Step(checkpoint.model, contract), checkpoint.weight_names())
-    fuse(model, contract)
+    model = tracer.trace(Step(checkpoint.model, contract), checkpoint.weight_names())
+    fusing.fuse(model, contract)
     return model
 
 
@@ -266,8 +266,8 @@ def refusal(folder, capacity: int = CAPACITY) -> str:
 def _through_the_whole_path(folder, capacity):
     checkpoint = Checkpoint.load(str(folder), torch.float32)
     contract = contract_of(checkpoint, capacity)
-    check_seams(checkpoint.model, contract)
-    trace(Step(checkpoint.model, contract), checkpoint.weight_names())
+    seams.check_seams(checkpoint.model, contract)
+    tracer.trace(Step(checkpoint.model, contract), checkpoint.weight_names())
 
 
 @pytest.mark.parametrize(
@@ -328,9 +328,7 @@ def test_frequencies_that_change_within_the_capacity_are_refused(name, tmp_path)
     assert f"--capacity {CAPACITY} or less" in refusal(tmp_path, capacity=CAPACITY + 1)
 
 
-@pytest.mark.parametrize(
-    "name", ["bloom", "deepseek_v2", "llava", "lfm3", "qwen3_vl_moe", "stablelm"]
-)
+@cases("name", "bloom", "deepseek_v2", "llava", "lfm3", "qwen3_vl_moe", "stablelm")
 def test_a_family_is_what_the_table_says(name, tmp_path):
     outcome = families.try_family(name, tmp_path)
     assert families.title(outcome) == families.documented(families.PAGE)[name]
@@ -347,12 +345,6 @@ def test_other_logits_are_wrong(tmp_path, monkeypatch):
     assert families.try_family("llama", tmp_path).result == "wrong"
 
 
-TEXT = np.random.default_rng(0).integers(0, VOCAB_SIZE, 500)
-DRAFT = 5
-FAMILIES = {**HYBRIDS, **SHARING}
-of_states = pytest.mark.parametrize("family", HYBRIDS, indirect=True)
-
-
 @contextmanager
 def row_by_row(model):
     """Use transformers' rule for decoding; its rule for prompts is 2.5e-4 off."""
@@ -365,7 +357,7 @@ def row_by_row(model):
 
 def graph_of(checkpoint: Checkpoint, file: Path, capacity: int) -> Graph:
     contract = contract_of(checkpoint, capacity)
-    check_seams(checkpoint.model, contract)
+    seams.check_seams(checkpoint.model, contract)
     ir.save(traced(checkpoint, contract), file)
     return Graph(StepSessions(open_session(file, "cpu"), contract))
 
@@ -375,8 +367,7 @@ def family(request, tmp_path_factory):
     config, folder = FAMILIES[request.param](), tmp_path_factory.mktemp("recurrent")
     checkpoint = load(config, folder / "checkpoint")
     with row_by_row(checkpoint.model):
-        weights = checkpoint.model.state_dict()
-        expected = transformers_logits(config, weights, TEXT)
+        expected = transformers_logits(config, checkpoint.model.state_dict(), TEXT)
     graph = graph_of(checkpoint, folder / "step.onnx", 512)
     return SimpleNamespace(graph=graph, expected=expected)
 
@@ -417,7 +408,7 @@ def test_weights_of_half_precision_are_converted_in_every_layer(name, tmp_path):
     save_checkpoint(tmp_path, FAMILIES[name](), tokenizer=False)
     edit(tmp_path, lambda own: {n: t.bfloat16() for n, t in own.items()})
     checkpoint = Checkpoint.load(str(tmp_path), torch.float32)
-    check_seams(checkpoint.model, contract_of(checkpoint))
+    seams.check_seams(checkpoint.model, contract_of(checkpoint))
 
 
 @pytest.mark.parametrize("accepted", range(DRAFT + 1))
@@ -488,7 +479,7 @@ def test_functions_give_a_row_the_same_bits_beside_others(name, tmp_path):
     head = '<ir_version: 10, opset_import: ["": 22]> graph (float[n, 2] x) => '
     text = f"{head} (float[n, 2] y) {{ z = {name}(x) y = Neg(z) }}"
     model = ir.serde.deserialize_model(onnx.parser.parse_model(text))
-    fill_packets(model.graph)
+    fusing.fill_packets(model.graph)
     common.RemoveUnusedNodesPass()(model)
     ir.save(model, tmp_path / "g.onnx")
     session = open_session(tmp_path / "g.onnx", "cpu")

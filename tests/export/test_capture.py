@@ -11,28 +11,17 @@ from transformers import MistralConfig
 
 import jetdraft
 from jetdraft.bundle import FLAVOURS, Bundle
-from jetdraft.checkpoints.streams import (
-    FORECAST,
-    SHARED,
-    PromptSettings,
-    StreamSettings,
-)
+from jetdraft.checkpoints import streams
 from jetdraft.errors import OptionError, UnsupportedModelError
 from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.methods.chimera.task import ChimeraTask
 from jetdraft.methods.falcon.task import FalconTask
 from jetdraft.methods.glide.task import GlideTask
 from jetdraft.recipe import Recipe
+from tests import tiny
 from tests.programs import assert_refused
 from tests.programs import jetdraft as run
-from tests.tiny import (
-    SIZES,
-    exported,
-    llama_config,
-    save_checkpoint,
-    save_prompts,
-    save_streams,
-)
+from tests.tiny import SIZES, exported, llama_config, save_checkpoint, save_prompts
 from tests.train.periodic import STILL
 from tests.train.periodic import made as training
 from tools.forecast.forecast import forecasts
@@ -48,6 +37,23 @@ READ_ON_HOST = {
 
 COMPUTED_ON_HOST = {"Cast", "Add", "Sub", "Mul", "Concat", "Gather", "Squeeze"}
 COMPUTED_ON_HOST |= {"Unsqueeze", "Slice", "Reshape"}
+make = onnx.helper.make_node
+STREAMS = streams.StreamSettings(gamma=3, layers=1, lora_rank=4, prune_rank=2)
+PROMPTS = streams.PromptSettings(gamma=3, ranks=((0.5, 0.2), (0.4, 0.2), (0.3, 0.1)))
+FORECASTS = streams.PromptSettings(gamma=3, prefix=4, mode=streams.FORECAST)
+PROBES = {
+    "streams": partial(tiny.save_streams, settings=STREAMS),
+    "shared": partial(
+        tiny.save_streams, settings=replace(STREAMS, mode=streams.SHARED)
+    ),
+    "ppd": partial(save_prompts, settings=PROMPTS),
+    "ensemble": partial(save_prompts, settings=replace(PROMPTS, members=2, prefix=2)),
+    "forecast": partial(save_prompts, settings=FORECASTS),
+}
+TASKS = {"glide": GlideTask, "chimera": ChimeraTask, "falcon": FalconTask}
+PROMPT = np.random.default_rng(4).integers(0, 288, 20).tolist()
+WAYS = [{}, {"temperature": 0.9, "seed": 3}]
+LAYERS = 2
 
 
 def copied_to_device(file):
@@ -115,9 +121,6 @@ def test_check_says_that_cuda_can_run_them(captured):
     assert result.stdout.startswith("verdict    cuda can run all graphs")
 
 
-make = onnx.helper.make_node
-
-
 @pytest.mark.parametrize(
     ("faults", "nodes", "shapes", "found"),
     [
@@ -155,19 +158,6 @@ def assert_captured(bundle, sums=False):
         assert "GatherND" not in {node.op_type for node in graph.node}, one.file
 
 
-STREAMS = StreamSettings(gamma=3, layers=1, lora_rank=4, prune_rank=2)
-PROMPTS = PromptSettings(gamma=3, ranks=((0.5, 0.2), (0.4, 0.2), (0.3, 0.1)))
-FORECASTS = PromptSettings(gamma=3, prefix=4, mode=FORECAST)
-PROBES = {
-    "streams": partial(save_streams, settings=STREAMS),
-    "shared": partial(save_streams, settings=replace(STREAMS, mode=SHARED)),
-    "ppd": partial(save_prompts, settings=PROMPTS),
-    "ensemble": partial(save_prompts, settings=replace(PROMPTS, members=2, prefix=2)),
-    "forecast": partial(save_prompts, settings=FORECASTS),
-}
-TASKS = {"glide": GlideTask, "chimera": ChimeraTask, "falcon": FalconTask}
-
-
 def target_of(folder, layers):
     config = llama_config(num_hidden_layers=layers, tie_word_embeddings=False)
     return str(save_checkpoint(folder / "target", config))
@@ -197,11 +187,6 @@ def test_probes_can_be_captured(kind, tmp_path):
 @pytest.mark.parametrize("kind", TASKS)
 def test_attached_drafters_can_be_captured(kind, tmp_path):
     assert_captured(attached(kind, tmp_path))
-
-
-PROMPT = np.random.default_rng(4).integers(0, 288, 20).tolist()
-WAYS = [{}, {"temperature": 0.9, "seed": 3}]
-LAYERS = 2
 
 
 @pytest.fixture(scope="module")
@@ -280,13 +265,12 @@ def in_contrib(folder):
 def test_the_integers_are_those_of_the_contrib_flavour(folder, int4):
     other = folder / "contrib-drafter"
     exported(folder / "drafter", other, "int8", flavour="contrib")
-    files = other / "target.onnx", int4.bundle.path / "drafter.onnx"
     contrib, standard = (
         {
             value.name: numpy_helper.to_array(value, str(file.parent))
             for value in onnx.load(file).graph.initializer
         }
-        for file in files
+        for file in (other / "target.onnx", int4.bundle.path / "drafter.onnx")
     )
     # Projections that fusion merges have other names in the contrib flavour.
     both = [n for n in contrib.keys() & standard.keys() if n.endswith("int8")]
@@ -347,8 +331,8 @@ def test_unknown_flavours(folder):
 def streamed(tmp_path_factory):
     folder = tmp_path_factory.mktemp("streams")
     save_checkpoint(folder / "checkpoint", llama_config(num_hidden_layers=LAYERS))
-    settings = StreamSettings(gamma=3, layers=1, lora_rank=4, prune_rank=2)
-    save_streams(folder / "checkpoint", settings)
+    settings = streams.StreamSettings(gamma=3, layers=1, lora_rank=4, prune_rank=2)
+    tiny.save_streams(folder / "checkpoint", settings)
     models = {}
     for flavour in FLAVOURS:
         bundle = exported(folder / "checkpoint", folder / flavour, flavour=flavour)

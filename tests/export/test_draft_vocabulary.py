@@ -12,36 +12,33 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
 import jetdraft
-from jetdraft.bundle import Bundle
+from jetdraft import Bundle, OptionError, PairError, recipe, testing
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.devices.providers import PROVIDERS
-from jetdraft.errors import OptionError, PairError
 from jetdraft.export.draft_acceptance import with_acceptance
 from jetdraft.export.draft_vocab import frequent_tokens
 from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.export.measures import sample_text
 from jetdraft.quant.divergence import Windows, own_attention
-from jetdraft.recipe import Recipe
 from jetdraft.runtime.passes.opener import Opener
 from jetdraft.runtime.passes.session import ONE_THREAD
-from jetdraft.testing import toy_bundle
-from tests import manifests, sources
+from tests import cases, manifests, sources, tiny
 from tests.checkpoints.heads.layouts import LAYERS, eagle1, eagle3, write
 from tests.ggufs import write_gguf
 from tests.programs import jetdraft as command
 from tests.programs import succeed
-from tests.tiny import (
-    VOCAB_SIZE,
-    WORDS,
-    exported,
-    llama_config,
-    save_checkpoint,
-    save_tokenizer,
-)
+from tests.tiny import VOCAB_SIZE, WORDS, exported, llama_config, save_checkpoint
 
 COUNT = 120
 TEXT = "the self import range in print def return for " * 30 + "0123456789abcdefgh" * 9
 PROMPT = " the self"
+MAX_VOCAB_SIZE = VOCAB_SIZE + 64
+PAIRS = [(320, 288), (320, 320), (320, 352), (288, 352), (320, 280)]
+"""Rows of the target and of the drafter; the tokenizer has 288 tokens."""
+IDS = [5, 9, 200, 31, 64, 77]
+UNUSED = 5
+"""The type of a GGUF file's tokens without a meaning."""
+WAYS = [{"temperature": 0.0}, {"temperature": 0.9, "seed": 4}]
 
 
 @pytest.fixture(scope="module")
@@ -110,26 +107,22 @@ def test_the_head_has_fewer_rows_and_the_embedding_stays_quantized(cut):
 
 def test_its_logits_are_those_of_the_whole_head(cut, pair):
     tokens = [5, 80, 33, 260, 12]
-    answer = Opener(cut, PROVIDERS["cpu"], ONE_THREAD).graph(cut.drafter).run(tokens)
+    ours = Opener(cut, PROVIDERS["cpu"], ONE_THREAD).graph(cut.drafter).run(tokens)
     model = Checkpoint.load(str(pair.drafter), torch.float32).model
     with torch.no_grad(), own_attention(model):
-        logits = model(torch.tensor([tokens])).logits[0].numpy()
+        rows = model(torch.tensor([tokens])).logits[0].numpy()
     ids = cut.draft_vocabulary()
-    assert set(answer.candidates.ravel().tolist()) <= set(ids.tolist())
-    near = {"atol": 0.03 * np.ptp(logits)}  # for integers of 8 bits
-    wanted = np.take_along_axis(logits, answer.candidates, 1)
-    np.testing.assert_allclose(answer.candidate_logits, wanted, **near)
-    np.testing.assert_allclose(
-        answer.candidate_logits[:, 0], logits[:, ids].max(1), **near
-    )
-    sums = np.log(np.exp(logits[:, ids]).sum(1))
-    np.testing.assert_allclose(answer.logsumexp, sums, **near)
+    assert set(ours.candidates.ravel().tolist()) <= set(ids.tolist())
+    near = {"atol": 0.03 * np.ptp(rows)}  # for integers of 8 bits
+    wanted = np.take_along_axis(rows, ours.candidates, 1)
+    np.testing.assert_allclose(ours.candidate_logits, wanted, **near)
+    np.testing.assert_allclose(ours.candidate_logits[:, 0], rows[:, ids].max(1), **near)
+    sums = np.log(np.exp(rows[:, ids]).sum(1))
+    np.testing.assert_allclose(ours.logsumexp, sums, **near)
 
 
 @pytest.mark.parametrize("way", [{}, {"temperature": 1.0, "seed": 4}])
-@pytest.mark.parametrize(
-    "drafting", [{}, {"tree": "best"}, {"tree": "heap"}, {"method": "cascade"}]
-)
+@cases("drafting", {}, {"tree": "best"}, {"tree": "heap"}, {"method": "cascade"})
 def test_no_text_changes(cut_model, way, drafting):
     drafting = dict(drafting)
     method = drafting.pop("method", "draft")
@@ -148,11 +141,9 @@ def test_no_text_changes(cut_model, way, drafting):
 
 def test_a_verifier_that_reads_q_keeps_the_distribution(cut_model):
     rejection = {
-        "verifier": "recursive",
-        "siblings": "with-replacement",
-        "tree": "k-ary",
+        "verifier": "recursive", "siblings": "with-replacement", "tree": "k-ary",
         "branching": (3,),
-    }
+    }  # fmt: skip
     ids, draws, accepted = set(cut_model.bundle.draft_vocabulary().tolist()), 400, 0
     counts = Counter(), Counter()
     for turn, way in enumerate(
@@ -192,7 +183,7 @@ def test_a_head_without_a_map_is_cut(tmp_path):
     torch.manual_seed(3)
     head = write(tmp_path / "head", *eagle1(fc_bias=False, embedding=False))
     options = ExportOptions(
-        Recipe.parse("int4-head8", 32),
+        recipe.Recipe.parse("int4-head8", 32),
         capacity=64,
         max_width=16,
         draft_vocab=COUNT,
@@ -262,7 +253,7 @@ def test_an_export_stores_the_acceptance_and_check_finds_it_again(cut):
 
 def test_no_file_is_hashed_again_to_store_it(tmp_path, monkeypatch):
     """The files of a large pair take seconds to hash."""
-    bundle = Bundle.open(toy_bundle(tmp_path / "toy"))
+    bundle = Bundle.open(testing.toy_bundle(tmp_path / "toy"))
     hashed = Mock(side_effect=AssertionError("a file was hashed again"))
     with monkeypatch.context() as patched:
         patched.setattr("jetdraft.bundle.sha256_of", hashed)
@@ -280,17 +271,6 @@ def test_check_warns_where_the_acceptance_fell(cut, tmp_path):
     manifests.write(copy, manifest)
     result = succeed("check", copy, "--threads", "1")
     assert "warning: the target accepts fewer drafted tokens" in result.stderr
-
-
-MAX_VOCAB_SIZE = VOCAB_SIZE + 64
-PAIRS = [(320, 288), (320, 320), (320, 352), (288, 352), (320, 280)]
-"""Rows of the target and of the drafter; the tokenizer has 288 tokens."""
-
-IDS = [5, 9, 200, 31, 64, 77]
-UNUSED = 5
-"""The type of a GGUF file's tokens without a meaning."""
-
-WAYS = [{"temperature": 0.0}, {"temperature": 0.9, "seed": 4}]
 
 
 @pytest.fixture(scope="module")
@@ -334,15 +314,13 @@ def opened(padded, tmp_path_factory):
         model.close()
 
 
-def drafts_as_plain(model, prompt, count=24, **way):
+def drafts_as_plain(model, ids, count=24, **way):
     way |= {"max_new_tokens": 40, "ignore_eos": True, "logprobs": 5}
-    plain = model.generate(token_ids=prompt, method="none", **way)
-    drafted = model.generate(
-        token_ids=prompt, method="draft", num_draft_tokens=count, **way
-    )
-    assert drafted.token_ids == plain.token_ids
-    assert drafted.logprobs == plain.logprobs
-    return plain, drafted.stats
+    plain = model.generate(token_ids=ids, method="none", **way)
+    found = model.generate(token_ids=ids, method="draft", num_draft_tokens=count, **way)
+    assert found.token_ids == plain.token_ids
+    assert found.logprobs == plain.logprobs
+    return plain, found.stats
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -410,7 +388,7 @@ def test_quantized_and_cut_drafters(padded, tmp_path, pair):
 
 @pytest.mark.parametrize("rows", [288, 352])
 def test_the_recipe_of_a_padded_drafter_is_measured(padded, tmp_path, rows):
-    options = ExportOptions(Recipe("int8", 32), capacity=64, max_width=16)
+    options = ExportOptions(recipe.Recipe("int8", 32), capacity=64, max_width=16)
     bundle = export(str(padded(320)), tmp_path / "b", str(padded(rows)), options)
     assert bundle.drafter.quantization["full_overlap"] > 0.5
     assert len(bundle.drafter.quantization["acceptance"]["by_position"]) == 4
@@ -419,8 +397,7 @@ def test_the_recipe_of_a_padded_drafter_is_measured(padded, tmp_path, rows):
 @pytest.mark.parametrize(("rows", "of_file"), [(320, 288), (288, 320)])
 def test_a_gguf_drafter(padded, tmp_path, rows, of_file):
     def pad(writer):
-        fields = writer.kv_data[0]
-        spare = range(VOCAB_SIZE, of_file)
+        fields, spare = writer.kv_data[0], range(VOCAB_SIZE, of_file)
         fields["tokenizer.ggml.tokens"].value += [f"[PAD{i}]" for i in spare]
         fields["tokenizer.ggml.token_type"].value += [UNUSED for _ in spare]
 
@@ -461,6 +438,6 @@ def test_tokenizers_may_differ_in_what_only_one_has(padded, tmp_path):
     fields["model"]["merges"].reverse()
     file.write_text(json.dumps(fields))
     exported(padded(320), tmp_path / "bundle", drafter=drafter)
-    save_tokenizer(drafter, WORDS[::-1])
+    tiny.save_tokenizer(drafter, WORDS[::-1])
     with pytest.raises(PairError, match=r"token \d+ is '.*', not '.*'; choose"):
         exported(padded(320), tmp_path / "other", drafter=drafter)

@@ -14,14 +14,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import jetdraft
+from jetdraft import CheckpointError, OptionError, Sampling, UnsupportedModelError
 from jetdraft.checkpoints.checkpoint import Checkpoint
-from jetdraft.errors import CheckpointError, OptionError, UnsupportedModelError
 from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.methods.eagle.task import EagleSettings, EagleTask
 from jetdraft.quant.divergence import Divergence, Windows, own_attention
 from jetdraft.recipe import Recipe
 from jetdraft.runtime.measured.cost_model import MIN_MS
-from jetdraft.runtime.sampling.chooser import Sampling
 from tests.checkpoints.heads import layouts
 from tests.checkpoints.heads import test_acceptance_gate as gate
 from tests.checkpoints.heads.conftest import watched
@@ -34,6 +33,22 @@ from tests.train.periodic import teach
 from tools.recipes.quality import compare
 
 TOKENS = np.random.default_rng(0).integers(0, VOCAB_SIZE, 200)
+SIZES = {"capacity": 256, "max_width": 32}
+BUNDLES = {
+    "qwen3_moe": "none", "gpt_oss": "q8_0", "granitemoe": "q4_k-headq6_k",
+    "qwen3_next": "q4_0",
+}  # fmt: skip
+CODES = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
+MISTAKES = {
+    "": lambda name, tensor: tensor,
+    "another expert": lambda name, tensor: (
+        tensor.roll(1, 0) if ".experts." in name else tensor
+    ),
+    "gates after the other columns": lambda name, tensor: (
+        tensor.roll(tensor.shape[1] // 2, 1) if "gate_up" in name else tensor
+    ),
+    "no experts": lambda name, tensor: tensor * (".experts.down" not in name),
+}
 
 
 @pytest.fixture(scope="module", params=MIXTURES)
@@ -83,15 +98,6 @@ def test_a_prompt_in_chunks_equals_transformers(case, length):
         np.testing.assert_array_equal(chosen, case.chosen[start:end])
         assert answer.touched == len(np.unique(chosen))
         graph.cache.advance(end - start)
-
-
-SIZES = {"capacity": 256, "max_width": 32}
-BUNDLES = {
-    "qwen3_moe": "none",
-    "gpt_oss": "q8_0",
-    "granitemoe": "q4_k-headq6_k",
-    "qwen3_next": "q4_0",
-}
 
 
 @pytest.fixture(scope="module", params=BUNDLES)
@@ -184,12 +190,10 @@ def test_other_recipes_are_refused_before_a_weight_is_read(
     config.intermediate_size = size
     source = save_checkpoint(tmp_path / "source", config)
     own = recipe and Recipe.parse(recipe)
-    options = ExportOptions(own, fast=recipe is not None, kernel=kernel)
+    how = ExportOptions(own, fast=recipe is not None, kernel=kernel)
     seen = []
     with pytest.raises(OptionError, match=said):
-        export(
-            str(source), tmp_path / "bundle", None, options, lambda *at: seen.append(at)
-        )
+        export(str(source), tmp_path / "bundle", None, how, lambda *at: seen.append(at))
     assert not seen
 
 
@@ -209,9 +213,6 @@ def test_an_export_reads_a_matrix_at_a_time(name, tmp_path, monkeypatch):
     largest = 4 * config.hidden_size * width * parts
     assert max(sizes) == largest
     assert sum(sizes) > 20 * largest
-
-
-CODES = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
 
 
 def write_mxfp4(folder, low, high):
@@ -326,18 +327,6 @@ def learned(tmp_path_factory):
     gate.learn(run.module.drafter, taught, ".mlp.")
     layouts.write(folder / "head", *task.contents(run, task.weights(run), None))
     return folder
-
-
-MISTAKES = {
-    "": lambda name, tensor: tensor,
-    "another expert": lambda name, tensor: (
-        tensor.roll(1, 0) if ".experts." in name else tensor
-    ),
-    "gates after the other columns": lambda name, tensor: (
-        tensor.roll(tensor.shape[1] // 2, 1) if "gate_up" in name else tensor
-    ),
-    "no experts": lambda name, tensor: tensor * (".experts.down" not in name),
-}
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)

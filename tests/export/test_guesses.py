@@ -34,8 +34,7 @@ def in_torch(drafter, features, count, known=(), tokens=TOKENS):
     else:
         context, mask = torch.tensor(features)[None, :count], None
         block = [tokens[count], *block]
-    positions = torch.arange(count + size)[None]
-    rows = torch.tensor([block])
+    positions, rows = torch.arange(count + size)[None], torch.tensor([block])
     with torch.no_grad():
         states = drafter(context, rows, positions, masked_attention(mask))
         return drafter.logits(states, rows)[0].numpy()
@@ -234,8 +233,7 @@ def test_heads_keep_no_rows(made):
 
 def test_a_tree_is_the_product_of_the_best_of_each_head(made):
     with jetdraft.load(made("medusa").bundle.path, threads=1) as model:
-        drafts = []
-        verify = model.parts.target.verify
+        drafts, verify = [], model.parts.target.verify
 
         def spy(rows, width, probing):
             drafts.append(rows)

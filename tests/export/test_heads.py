@@ -11,13 +11,12 @@ import torch
 import transformers
 
 import jetdraft
-from jetdraft.bundle import Bundle
+from jetdraft import Bundle, CheckpointError, OptionError, PairError
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.heads import head_files
 from jetdraft.checkpoints.heads.head_reader import load_head
 from jetdraft.checkpoints.layers import Taps
 from jetdraft.devices.providers import PROVIDERS
-from jetdraft.errors import CheckpointError, OptionError, PairError
 from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.recipe import Recipe
 from jetdraft.runtime.drafts.rows import Rows
@@ -30,6 +29,9 @@ from tests.export.test_capture import assert_captured
 from tests.tiny import VOCAB_SIZE, llama_config, save_checkpoint
 
 CAUSAL = ["eagle1", "eagle1-tied", "eagle3", "speculators", *MTP]
+LAYERS = 2
+TOKENS = np.random.default_rng(4).integers(1, 288, 12).tolist()
+TREE = Rows(TOKENS[:5], [-1, 0, 0, 1, 2])
 
 
 def loaded(source, target):
@@ -40,18 +42,16 @@ def loaded(source, target):
 @pytest.mark.parametrize("name", CAUSAL)
 def test_the_graph_does_what_the_module_does(made, name):
     bundle, target, source, _ = made(name)
-    features, candidates, values, carried = in_graphs(*graphs(bundle))
+    features, candidates, top, carried = in_graphs(*graphs(bundle))
     head, _ = loaded(source, target)
-    logits, states = in_torch(head, torch.tensor(features))
+    rows, states = in_torch(head, torch.tensor(features))
     np.testing.assert_allclose(carried, states, atol=2e-4)
     ids = np.arange(VOCAB_SIZE) if head.ids is None else head.ids.numpy()
     assert len(ids) == (VD if name in ("eagle3", "speculators") else VOCAB_SIZE)
-    best = np.argsort(-logits, axis=1)[:, :5]
+    best = np.argsort(-rows, axis=1)[:, :5]
     assert np.array_equal(candidates[:, :5], ids[best])
-    np.testing.assert_allclose(
-        values[:, :5], np.take_along_axis(logits, best, 1), atol=2e-4
-    )
-    assert np.ptp(logits) > 1, "too flat to prove anything"
+    np.testing.assert_allclose(top[:, :5], np.take_along_axis(rows, best, 1), atol=2e-4)
+    assert np.ptp(rows) > 1, "too flat to prove anything"
 
 
 @pytest.mark.parametrize("name", MTP)
@@ -75,10 +75,8 @@ def test_its_provider_must_have_the_kernels_of_the_targets_matrices(made, tmp_pa
 
 def bytes_of(bundle: Bundle, location: str) -> int:
     model = onnx.load(bundle.path / bundle.drafter.tree_file, load_external_data=False)
-    places = [
-        {e.key: e.value for e in t.external_data} for t in model.graph.initializer
-    ]
-    return sum(int(p["length"]) for p in places if p.get("location") == location)
+    spots = [{e.key: e.value for e in t.external_data} for t in model.graph.initializer]
+    return sum(int(p["length"]) for p in spots if p.get("location") == location)
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -145,11 +143,9 @@ BLOCKS = [
     {"num_draft_tokens": 5, "drafting": {"confidence": 0.0, "steps": 2}},
 ]
 CHAINS = {
-    "eagle": [{"num_draft_tokens": 3}],
-    "medusa": [{"num_draft_tokens": 3}],
-    "dflash": BLOCKS,
-    "diffusion": BLOCKS,
-}
+    "eagle": [{"num_draft_tokens": 3}], "medusa": [{"num_draft_tokens": 3}],
+    "dflash": BLOCKS, "diffusion": BLOCKS,
+}  # fmt: skip
 TREES = [{"drafting": {"tree": "best"}}, {"drafting": {"tree": "heap"}, "exact": False}]
 WIDE = {"drafting": {"tree": "k-ary", "branching": (2, 2)}}
 INT8, PACKED = {"recipe": "int8"}, {"recipe": "q8_0"}
@@ -211,11 +207,6 @@ def test_it_can_be_captured(made, name):
     assert_captured(made(name, **FP16).bundle)
 
 
-LAYERS = 2
-TOKENS = np.random.default_rng(4).integers(1, 288, 12).tolist()
-TREE = Rows(TOKENS[:5], [-1, 0, 0, 1, 2])
-
-
 def fused_taps() -> Taps:
     torch.manual_seed(7)
     fc = torch.nn.Linear(3 * 64, 64, bias=False)
@@ -259,8 +250,7 @@ def graph(bundle):
 
 
 def answers(bundle):
-    opened = graph(bundle)
-    found = []
+    opened, found = graph(bundle), []
     for last_only, width in ((True, 8), (False, 2), (False, 1)):
         found.append(copied(opened.run(TOKENS[:width], last_only)))
         opened.cache.advance(width)

@@ -14,19 +14,24 @@ from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.model_reader import check_exportable
 from jetdraft.export.exporter import ExportOptions
 from jetdraft.recipe import Recipe
+from tests import tiny
 from tests.checkpoints.heads.test_mtp import edit
 from tests.programs import python
-from tests.tiny import (
-    SHARING,
-    drafter_config,
-    exported,
-    save_checkpoint,
-    save_tokenizer,
-)
+from tests.tiny import drafter_config, exported, save_checkpoint, save_tokenizer
 
 INT8 = Recipe("int8", 32)
 LARGE_VOCABULARY = 151_936
 LONG = {"ignore_eos": True, "max_new_tokens": 20, "method": "none"}
+EXPORT = """
+import sys
+from jetdraft.export.exporter import ExportOptions, export
+from jetdraft.recipe import Recipe
+options = ExportOptions(Recipe("int8", 32), capacity=128, max_width=16)
+export(sys.argv[1], sys.argv[2], options=options)
+# The peak since this program began; ru_maxrss includes the process that forked.
+lines = dict(line.split(":") for line in open("/proc/self/status"))
+print(int(lines["VmHWM"].split()[0]) * 1024)
+"""
 
 
 def options(**more) -> ExportOptions:
@@ -48,13 +53,12 @@ def settled(tmp_path_factory) -> jetdraft.Model:
 def test_generation_config_decides_ends_and_sampling(settled):
     """Its ends go before the ends of config.json, which has 0 alone."""
     assert settled.bundle.eos_token_ids == (5, 9)
-    expected = {"temperature": 0.7, "top_p": 0.8, "top_k": 20}
-    assert settled.bundle.generation == expected
+    assert settled.bundle.generation == {"temperature": 0.7, "top_p": 0.8, "top_k": 20}
 
 
 @pytest.mark.parametrize("name", ["gemma3n", "gemma4"])
 def test_a_language_model_is_read_alone(name, tmp_path):
-    config, level = SHARING[name](), ("model.", "model.language_model.", 1)
+    config, level = tiny.SHARING[name](), ("model.", "model.language_model.", 1)
     save_checkpoint(tmp_path, config, tokenizer=False)
     alone = Checkpoint.load(str(tmp_path), torch.float32).model.parameters()
     tower = {"model.vision_tower.encoder.layers.99.weight": torch.ones(2)}
@@ -164,18 +168,6 @@ def test_a_large_vocabulary_is_drafted_exactly(wide, temperature):
         drafted = model.generate(**prompt, **LONG | {"method": method}, **how)
         assert drafted.token_ids == plain.token_ids
     assert max(plain.token_ids) > 1000, "the tail of the vocabulary was never chosen"
-
-
-EXPORT = """
-import sys
-from jetdraft.export.exporter import ExportOptions, export
-from jetdraft.recipe import Recipe
-options = ExportOptions(Recipe("int8", 32), capacity=128, max_width=16)
-export(sys.argv[1], sys.argv[2], options=options)
-# The peak since this program began; ru_maxrss includes the process that forked.
-lines = dict(line.split(":") for line in open("/proc/self/status"))
-print(int(lines["VmHWM"].split()[0]) * 1024)
-"""
 
 
 def test_an_export_needs_little_more_than_a_shard(tmp_path):

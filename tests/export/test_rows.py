@@ -17,6 +17,20 @@ from tests.tiny import exported, llama_config, save_checkpoint
 
 CAPACITY = 48
 WIDTHS = (1, 2, 3, 5, 8)
+ROWS, VOCABULARY, TRIALS = 16, 384, 60
+PROMPT = np.random.default_rng(3).integers(0, 288, 30).tolist()
+WAYS = [
+    {"method": "lookup"},
+    {"method": "draft", "num_draft_tokens": 4},
+    {"method": "draft", "drafting": {"tree": "best"}, "num_draft_tokens": 7},
+    {
+        "method": "draft",
+        "drafting": {"tree": "best"},
+        "num_draft_tokens": 7,
+        "exact": False,
+    },
+    {"method": "auto", "temperature": 0.9, "seed": 2},
+]
 
 
 @pytest.fixture(scope="module", params=["int8", "int8-kv8", "q8_0", "none"])
@@ -41,8 +55,7 @@ def logits(wide, width):
     graph.cache.rewind(0)
     rows = []
     while graph.cache.room:
-        start = graph.cache.length
-        count = min(width, graph.cache.room)
+        start, count = graph.cache.length, min(width, graph.cache.room)
         rows += graph.run(tokens[start : start + count]).logits.copy().tolist()
         graph.cache.advance(count)
     return np.array(rows, np.float32)
@@ -71,9 +84,6 @@ def test_plain_decoding_fills_the_buffers(wide):
         assert 1 in wide.parts.widths.exact
         assert exact.token_ids == loose.token_ids
     assert len(loose.token_ids) == CAPACITY - len(prompt)
-
-
-ROWS, VOCABULARY, TRIALS = 16, 384, 60
 
 
 class Sum(torch.nn.Module):
@@ -105,21 +115,6 @@ def test_no_bit_depends_on_the_number_of_rows(tmp_path):
         for width in range(1, ROWS):
             [part] = session.run(None, {name: logits[:, :width]})
             assert np.array_equal(part[0], whole[0, :width]), width
-
-
-PROMPT = np.random.default_rng(3).integers(0, 288, 30).tolist()
-WAYS = [
-    {"method": "lookup"},
-    {"method": "draft", "num_draft_tokens": 4},
-    {"method": "draft", "drafting": {"tree": "best"}, "num_draft_tokens": 7},
-    {
-        "method": "draft",
-        "drafting": {"tree": "best"},
-        "num_draft_tokens": 7,
-        "exact": False,
-    },
-    {"method": "auto", "temperature": 0.9, "seed": 2},
-]
 
 
 @pytest.fixture(scope="module")
@@ -162,8 +157,7 @@ def test_the_numbers_are_nearly_those_of_floats(quantized, model):
             target.cache.advance(15)
         logits.append(answer.logits.copy())
         target.cache.rewind(0)
-    gap = np.abs(logits[0] - logits[1]).max() / np.abs(logits[0]).max()
-    assert 0 < gap < 0.05
+    assert 0 < (np.abs(logits[0] - logits[1]).max() / np.abs(logits[0]).max()) < 0.05
 
 
 def test_scales_make_the_largest_number_the_largest_integer(quantized, pair):

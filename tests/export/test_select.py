@@ -9,20 +9,21 @@ from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import jetdraft
-from jetdraft.bundle import Bundle
+from jetdraft import Bundle, OptionError
 from jetdraft.contracts.step_contract import Reading
-from jetdraft.errors import OptionError
 from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.recipe import Recipe
 from jetdraft.runtime.drafts.rows import Rows
 from jetdraft.runtime.measured.survey import Survey
 from jetdraft.runtime.passes.graph import Graph
 from jetdraft.runtime.proposers.proposer import Observer
+from tests import cases
 from tests.programs import assert_refused
 from tests.programs import jetdraft as run
 from tests.tiny import VOCAB_SIZE, exported, llama_config, save_checkpoint
 
 ROWS = 32
+TRAINED = 64
 
 
 def selecting(pair, folder, recipe):
@@ -140,9 +141,7 @@ def test_the_attention_of_selected_rows_is_that_of_the_rows_alone(few, prompt):
 
 
 @pytest.mark.parametrize("tokens", [1, 5])
-def test_a_selection_of_just_all_rows_gives_the_answers_of_all_rows(
-    floats, prompt, tokens
-):
+def test_a_selection_of_all_rows_gives_the_answers_of_all_rows(floats, prompt, tokens):
     own = filled(floats.parts.target, prompt[: ROWS + 1]).make_selecting()
     rows = prompt[ROWS : ROWS + tokens]
     selected = own.run(rows).logits.copy()
@@ -182,9 +181,6 @@ def test_a_selection_stays_while_the_query_is_alike(few, prompt):
     own.cache.rewind(60)  # rows of the selection are no longer committed
     own.run(prompt[60:61])
     assert selected_by_hand(own)[0].max() < 60 - 8
-
-
-TRAINED = 64
 
 
 def trained_briefly(folder, **options):
@@ -242,15 +238,11 @@ def brief(tmp_path_factory):
 
 
 @pytest.mark.parametrize("count", [1, 3, 16])
-@pytest.mark.parametrize(
-    ("tokens", "reading", "turns"),
-    [
-        (TRAINED - 1, Reading.TURNED, False),
-        (TRAINED + 1, Reading.TURNED, True),
-        (120, Reading.TURNED, True),
-        (120, Reading.SELECTED, False),
-    ],
-)
+@cases(
+    "tokens, reading, turns",
+    (TRAINED - 1, Reading.TURNED, False), (TRAINED + 1, Reading.TURNED, True),
+    (120, Reading.TURNED, True), (120, Reading.SELECTED, False),
+)  # fmt: skip
 def test_beyond_the_trained_length_keys_turn_to_adjoining_positions(
     brief, prompt, tokens, reading, turns, count
 ):
@@ -274,8 +266,7 @@ def test_beyond_the_trained_length_keys_turn_to_adjoining_positions(
 
 def test_keys_turn_in_a_lossy_text_and_never_in_a_draft(brief, prompt):
     _, model = brief
-    seen = []
-    run = Graph._set_inputs
+    seen, run = [], Graph._set_inputs
 
     def recorded(graph, *arguments):
         seen.append((graph is model.parts.target, graph.reading))
@@ -317,8 +308,7 @@ def test_a_lossy_text_teaches_nothing(few, prompt, tmp_path, monkeypatch):
         monkeypatch.setattr(own.planner, "_learners", [Spy()])
         for selects in (True, False):
             taught = []
-            warned = pytest.warns(match="keeps nothing") if selects else nullcontext()
-            with warned:
+            with pytest.warns(match="keeps nothing") if selects else nullcontext():
                 own.generate(**how, drafting={"select_kv": selects})
             assert bool(taught) == bool(own.parts.store.entries) != selects
 
@@ -351,13 +341,11 @@ def test_a_selection_must_be_a_part_of_the_context(rows, pair, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        ({"provider": "cuda"}, "runs on the CPU"),
-        ({"dtype": "fp16"}, "in fp32"),
-        ({"recipe": Recipe("int8", 32, kv="int8")}, "leave kv out of the recipe"),
-    ],
+@cases(
+    "flags, said",
+    ({"provider": "cuda"}, "runs on the CPU"),
+    ({"dtype": "fp16"}, "in fp32"),
+    ({"recipe": Recipe("int8", 32, kv="int8")}, "leave kv out of the recipe"),
 )
 def test_a_selection_needs_the_cpu_and_floats(pair, tmp_path, flags, said):
     options = ExportOptions(**{"recipe": Recipe("int8", 32), "select_kv": 32} | flags)

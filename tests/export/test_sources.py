@@ -11,17 +11,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSeq2SeqLM
 
 import jetdraft
+from jetdraft import errors
 from jetdraft.bundle import Bundle
 from jetdraft.checkpoints.attention import set_attention
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.heads.head_reader import load_head
-from jetdraft.errors import (
-    BundleError,
-    CheckpointError,
-    JetdraftError,
-    OptionError,
-    UnsupportedModelError,
-)
+from jetdraft.errors import CheckpointError, JetdraftError, UnsupportedModelError
 from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.methods.block.module import embedding_sha256
 from jetdraft.methods.block.task import SourceBlockTask, SourceLesson
@@ -38,6 +33,15 @@ from tests.whispers import save as save_whisper
 DRAFTED = "t5"
 """The family whose bundle has a drafter; an export takes seven seconds."""
 SLOTS = 5
+TOKENS = np.random.default_rng(1).integers(4, VOCAB_SIZE, 20).tolist()
+DAMAGED = {
+    "layers": ({"num_hidden_layers": 3}, "has 3 layers, but the target's decoder 2"),
+    "weights": ({"target_words": "others"}, "was trained for other weights"),
+    "block": ({"block_size": 65}, "fills 65 tokens, and jetdraft at most 64"),
+    "none": ({"block_size": 0}, "has block_size=0; it needs a whole number"),
+    "key": ({"heads": 3}, "has heads=3, which jetdraft does not know"),
+    "deeper": ({"num_hidden_layers": 2}, "lacks weight 'model.decoder.block.1"),
+}
 
 
 @pytest.fixture(scope="module")
@@ -65,12 +69,10 @@ def family(request, pairs, tmp_path_factory):
     return request.param, model, own
 
 
-def own_logits(own, source, ids):
+def own_logits(own, text, ids):
     with torch.no_grad():
-        output = own(
-            input_ids=torch.tensor([source]), decoder_input_ids=torch.tensor([ids])
-        )
-    return output.logits[0].numpy()
+        out = own(input_ids=torch.tensor([text]), decoder_input_ids=torch.tensor([ids]))
+    return out.logits[0].numpy()
 
 
 def test_logits_are_those_of_transformers(family):
@@ -179,8 +181,7 @@ def test_quantized_text_is_the_same_with_every_method(quantized):
     encoder = quantized.files["target-encoder.onnx.data"]["bytes"]
     # Two layers of matrices of a byte a weight, and scales: four of attention, three of
     # the MLP, two for the cross attention's rows. The tied embedding is quantized too.
-    weights = 2 * ((4 + 2) * 64 * 64 + 3 * 64 * 96) + 64 * VOCAB_SIZE
-    assert encoder < 1.5 * weights
+    assert encoder < 1.5 * (2 * ((4 + 2) * 64 * 64 + 3 * 64 * 96) + 64 * VOCAB_SIZE)
     with jetdraft.load(quantized.path, threads=1) as model:
         assert "block" in model.methods
         texts = [
@@ -204,7 +205,7 @@ def test_bad_sources_and_pairs_are_refused(family, tmp_path):
     manifest = manifests.read(copy)
     manifest["start_token_ids"] = []
     manifests.write(copy, manifest)
-    with pytest.raises(BundleError, match="begins with tokens"):
+    with pytest.raises(errors.BundleError, match="begins with tokens"):
         Bundle.open(copy)
     if name == "t5":
         return
@@ -229,9 +230,6 @@ def test_recipes_that_read_a_text_are_refused(tmp_path):
         exported(folder, tmp_path / "out", "int4-gptq")
 
 
-TOKENS = np.random.default_rng(1).integers(4, VOCAB_SIZE, 20).tolist()
-
-
 @pytest.fixture(scope="module", params=CONFIGS)
 def made(request, pairs):
     return request.param, *pairs(request.param)
@@ -245,8 +243,7 @@ def graph_of(model, source=SOURCE):
 
 
 def in_training(target, drafter, count, known):
-    checkpoint = Checkpoint.load(target, torch.float32)
-    task = SourceBlockTask()
+    checkpoint, task = Checkpoint.load(target, torch.float32), SourceBlockTask()
     module = task.pupil(load_head(drafter, checkpoint, torch.float32)).drafter
     ids = torch.tensor([[*TOKENS[:count], *known, *[0] * (SLOTS - len(known))]])
     source = torch.tensor([[*SOURCE, 7, 7]])
@@ -351,15 +348,13 @@ def test_its_drafts_change_no_text(made, options):
             {"drafting": {"tree": "best"}},
             {},
         ):
-            drafted = model.generate(
-                token_ids=source, method="block", **how, **drafting
-            )
-            assert drafted.token_ids == plain.token_ids, drafting
+            found = model.generate(token_ids=source, method="block", **how, **drafting)
+            assert found.token_ids == plain.token_ids, drafting
             if drafting:
-                assert drafted.stats.drafted_tokens > 20
+                assert found.stats.drafted_tokens > 20
         for method in ("block,lookup", "auto"):
-            drafted = model.generate(token_ids=source, method=method, **how)
-            assert drafted.token_ids == plain.token_ids, method
+            found = model.generate(token_ids=source, method=method, **how)
+            assert found.token_ids == plain.token_ids, method
 
 
 def test_greedy_verification_with_one_best_token_is_plain_decoding(made):
@@ -381,7 +376,7 @@ def test_greedy_verification_with_one_best_token_is_plain_decoding(made):
         assert wide[0] != walk[0]
         assert wide[1] > walk[1]
     drafting = {"verifier": "tolerant", "top": 1}
-    with pytest.raises(OptionError, match=r"neither the text .* add --no-exact"):
+    with pytest.raises(errors.OptionError, match=r"neither the text .* add --no-exact"):
         model.generate(token_ids=SOURCE, method="block", drafting=drafting)
 
 
@@ -438,18 +433,8 @@ def test_pairs_that_do_not_fit_are_refused(pair, tmp_path):
     other = "is an encoder-decoder, and a head for it is a drafter of"
     refused(target, dflash, UnsupportedModelError, other, output)
     options = ExportOptions(Recipe("none"), capacity=64, max_width=16, draft_vocab=50)
-    with pytest.raises(OptionError, match="leave --draft-vocab out"):
+    with pytest.raises(errors.OptionError, match="leave --draft-vocab out"):
         export(target, output, options=options, head=drafter)
-
-
-DAMAGED = {
-    "layers": ({"num_hidden_layers": 3}, "has 3 layers, but the target's decoder 2"),
-    "weights": ({"target_words": "others"}, "was trained for other weights"),
-    "block": ({"block_size": 65}, "fills 65 tokens, and jetdraft at most 64"),
-    "none": ({"block_size": 0}, "has block_size=0; it needs a whole number"),
-    "key": ({"heads": 3}, "has heads=3, which jetdraft does not know"),
-    "deeper": ({"num_hidden_layers": 2}, "lacks weight 'model.decoder.block.1"),
-}
 
 
 @pytest.mark.parametrize("case", DAMAGED)

@@ -6,12 +6,11 @@ import pytest
 import torch
 
 import jetdraft
-from jetdraft.bundle import Bundle
+from jetdraft import Bundle, CheckpointError, OptionError
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.streams import LOSSLESS, SHARED, Streams, StreamSettings
 from jetdraft.contracts.step_contract import StepContract
 from jetdraft.contracts.tensors import check_tensors
-from jetdraft.errors import CheckpointError, OptionError
 from jetdraft.export import graphs
 from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.export.graphs import Job
@@ -28,6 +27,10 @@ TOKENS = np.random.default_rng(4).integers(0, 288, COUNT).tolist()
 # Its LoRA is in all layers, also in the layer below the streams.
 CONFIG = llama_config(num_hidden_layers=2)
 SHARING = replace(SETTINGS, mode=SHARED)
+ROWS, CURSOR = 5, 3
+CUT_TOKENS = np.random.default_rng(2).integers(1, 288, (1, ROWS))
+ANCESTORS = [[0], [0, 1], [0, 2], [0, 1, 3], [0, 2, 4]]
+"""Per row of a branching draft, the rows that it sees."""
 
 
 @pytest.fixture(scope="module", params=[SETTINGS, SHARING], ids=[LOSSLESS, SHARED])
@@ -200,12 +203,6 @@ def test_damaged_streams_are_refused(tmp_path, checkpoint):
         exported(other, tmp_path / "bundle")
 
 
-ROWS, CURSOR = 5, 3
-CUT_TOKENS = np.random.default_rng(2).integers(1, 288, (1, ROWS))
-ANCESTORS = [[0], [0, 1], [0, 2], [0, 1, 3], [0, 2, 4]]
-"""Per row of a branching draft, the rows that it sees."""
-
-
 def cut_below_two(job: Job, contract: StepContract) -> Step:
     return Step(job.checkpoint.model, contract, cut=2)
 
@@ -282,9 +279,7 @@ def test_halves_do_what_the_whole_graph_does(bundle):
     check_tensors(contract.upper_inputs, upper.get_inputs(), "upper")
     check_tensors(contract.upper.outputs, upper.get_outputs(), "upper")
     given = feeds(entry.tree_contract)
-    expected = run(
-        whole, entry.tree_contract.inputs, entry.tree_contract.outputs, given
-    )
+    wanted = run(whole, entry.tree_contract.inputs, entry.tree_contract.outputs, given)
     below = run(lower, contract.lower_inputs, contract.lower_outputs, given)
     shifted = {
         f"past_{kind}.{layer}": given[f"past_{kind}.{layer + 1}"]
@@ -293,15 +288,15 @@ def test_halves_do_what_the_whole_graph_does(bundle):
     }
     inputs = {**given, **shifted, "hidden": below["hidden"]}
     above = run(upper, contract.upper_inputs, contract.upper.outputs, inputs)
-    np.testing.assert_allclose(above["logits"], expected["logits"], atol=1e-4)
-    assert np.ptp(expected["logits"]) > 1, "too flat to prove anything"
+    np.testing.assert_allclose(above["logits"], wanted["logits"], atol=1e-4)
+    assert np.ptp(wanted["logits"]) > 1, "too flat to prove anything"
     for name, values in (
         ("present_key.0", below["present_key.0"]),
         ("present_value.2", above["present_value.1"]),
     ):
         used = slice(0, CURSOR + ROWS)
         np.testing.assert_allclose(
-            values[:, :, used], expected[name][:, :, used], atol=1e-5
+            values[:, :, used], wanted[name][:, :, used], atol=1e-5
         )
 
 

@@ -8,14 +8,9 @@ import torch
 from transformers import WhisperForConditionalGeneration
 
 import jetdraft
-from jetdraft.errors import (
-    BundleError,
-    CheckpointError,
-    OptionError,
-    UnsupportedModelError,
-)
+from jetdraft import BundleError, CheckpointError, OptionError, errors
 from jetdraft.runtime.speech.sound import log_mel
-from tests import manifests, whispers
+from tests import cases, manifests, whispers
 from tests.tiny import exported
 
 FRAMES = 2 * whispers.SLOTS
@@ -132,9 +127,7 @@ def test_a_later_window_knows_its_beginning(model):
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.9, "seed": 3}], ids=str)
 @pytest.mark.parametrize("timestamps", [True, False], ids=["timed", "untimed"])
-def test_every_method_gives_the_transcript_of_plain_decoding(
-    model, options, timestamps
-):
+def test_each_method_gives_the_transcript_of_plain_decoding(model, options, timestamps):
     samples = whispers.sound(2.2)
     options = {**options, "timestamps": timestamps, "language": "en"}
     plain = model.transcribe(samples, method="none", **options)
@@ -181,14 +174,12 @@ def test_checkpoints_that_lack_something_are_refused(tmp_path):
     with pytest.raises(CheckpointError, match="lacks tokens of speech"):
         exported(bare, tmp_path / "out")
     (bare / "preprocessor_config.json").write_text('{"n_fft": 512}')
-    with pytest.raises(UnsupportedModelError, match="has n_fft 512"):
+    with pytest.raises(errors.UnsupportedModelError, match="has n_fft 512"):
         exported(bare, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(
-    "change", [{"tasks": {}}, {"languages": {}}, {"no_timestamps": 10**6}], ids=str
-)
+@cases("change", {"tasks": {}}, {"languages": {}}, {"no_timestamps": 10**6}, ids=str)
 def test_manifests_with_wrong_tokens_of_speech_are_refused(whisper, tmp_path, change):
     folder = tmp_path / "bundle"
     shutil.copytree(whisper / "bundle", folder)

@@ -14,9 +14,9 @@ from typing import Any
 from click.testing import CliRunner
 
 import jetdraft
+from jetdraft import JetdraftError, Result
 from jetdraft.bundle import STREAMS, Bundle
 from jetdraft.cli import main
-from jetdraft.errors import JetdraftError
 from jetdraft.learning.lessons import (
     ARRAYS,
     CHOICE_FILE,
@@ -25,24 +25,9 @@ from jetdraft.learning.lessons import (
     drafter_sha256,
 )
 from jetdraft.manifest import MANIFEST, sha256_of
-from jetdraft.runtime.piece import Result
 from jetdraft.testing import toy_bundle
-from tests.fuzz import Fault, Subject
-from tests.fuzz.damages import (
-    DAMAGES,
-    Explodes,
-    damaged_bytes,
-    damaged_json,
-    damaged_npz,
-    difference,
-    hash_again,
-    manifest_routes,
-    poison,
-    replace_by_odd,
-    routes,
-    seal_again,
-    write_json,
-)
+from tests.fuzz import Fault, Subject, damages
+from tests.fuzz.damages import damaged_json, damaged_npz, difference, poison, write_json
 from tests.fuzz.requests import table_of_texts
 from tests.toy_drafter import choose, put_on_trial, random_arrays
 from tests.toy_graphs import METHODS, streamed_bundle, toy_block, toy_eagle
@@ -126,8 +111,8 @@ class Bundles(Subject):
             raise
         if _state(outside) != before or {*os.listdir(self.place)} - EXPECTED:
             raise Fault("something was written outside the folder")
-        if Path(Explodes.MARK).exists():
-            os.rmdir(Explodes.MARK)
+        if Path(damages.Explodes.MARK).exists():
+            os.rmdir(damages.Explodes.MARK)
             raise Fault("a pickle was read")
         return outcome
 
@@ -138,21 +123,21 @@ class Bundles(Subject):
     def _files(self, draw: Random) -> str:
         whole = draw.choice(self.wholes)
         bundle = self._copy(whole)
-        kind = draw.choice(tuple(DAMAGES))
-        DAMAGES[kind](draw, bundle)
+        kind = draw.choice(tuple(damages.DAMAGES))
+        damages.DAMAGES[kind](draw, bundle)
         hashed = draw.random() < 0.5
         self.damage += f", {kind}" + ", with new hashes" * hashed
         if hashed:
-            hash_again(bundle)
+            damages.hash_again(bundle)
         return self._use(draw, bundle, whole, may_differ=hashed)
 
     def _manifest(self, draw: Random) -> str:
         whole = draw.choice(self.wholes)
         bundle = self._copy(whole)
         manifest = json.loads((bundle / MANIFEST).read_text())
-        text = damaged_json(draw, manifest, manifest_routes(manifest))
+        text = damaged_json(draw, manifest, damages.manifest_routes(manifest))
         write_json(bundle / MANIFEST, text)
-        sealed = draw.random() < 0.5 and seal_again(bundle)
+        sealed = draw.random() < 0.5 and damages.seal_again(bundle)
         self.damage += f", sealed again: {sealed}: " + difference(manifest, text)
         return self._use(draw, bundle, whole, may_differ=sealed)
 
@@ -164,7 +149,7 @@ class Bundles(Subject):
         if draw.random() < 0.3:
             file = file.with_name(file.name.replace(".json", "-tuning.json"))
             measured |= {"drafter_threads": 1}
-        text = damaged_json(draw, measured, list(routes(measured)))
+        text = damaged_json(draw, measured, list(damages.routes(measured)))
         self.damage += f", {file.name}: {difference(measured, text)}"
         write_json(file, text)
         return self._use(draw, bundle, whole)
@@ -174,11 +159,11 @@ class Bundles(Subject):
         text = draw.choice(TEMPLATES)
         self.damage += f" {text}"
         if draw.random() < 0.5:
-            text = damaged_bytes(draw, (bundle / file).read_bytes()).decode(
+            text = damages.damaged_bytes(draw, (bundle / file).read_bytes()).decode(
                 "utf-8", "surrogateescape"
             )
         write_json(bundle / file, text)
-        hash_again(bundle)
+        damages.hash_again(bundle)
 
         def use() -> object:
             with jetdraft.load(bundle, threads=1) as model:
@@ -226,19 +211,19 @@ class Bundles(Subject):
             chosen = json.loads((folder / CHOICE_FILE).read_text())
             if draw.random() < 0.5:
                 chosen["before"] = None
-            text = damaged_json(draw, chosen, list(routes(chosen)))
+            text = damaged_json(draw, chosen, list(damages.routes(chosen)))
             self.damage += f": {difference(chosen, text)}"
             write_json(folder / CHOICE_FILE, text)
         elif kind == "lessons":
             data = (folder / LESSONS_FILE).read_bytes()
-            (folder / LESSONS_FILE).write_bytes(damaged_bytes(draw, data))
+            (folder / LESSONS_FILE).write_bytes(damages.damaged_bytes(draw, data))
         elif kind == "rows":
             columns = ("user", "kept", "tokens", "places", "ids", "logits")
             poison(draw, folder / LESSONS_FILE, "lessons", columns)
         else:
             choose(folder, Choice(name, None, drafter_sha256(Bundle.open(self.intact))))
             file = draw.choice((folder / name / ARRAYS, folder / CHOICE_FILE))
-            replace_by_odd(draw, file)
+            damages.replace_by_odd(draw, file)
 
         methods = "draft", draw.choice(self.toy.methods)
         return self._outcome(lambda: _written(self.intact, *methods, learn=folder))
@@ -256,7 +241,7 @@ class Bundles(Subject):
         file.write_bytes(self.store.read_bytes())
         kind = draw.choice(("bytes", "bytes", "rows", "other"))
         if kind == "bytes":
-            file.write_bytes(damaged_bytes(draw, file.read_bytes()))
+            file.write_bytes(damages.damaged_bytes(draw, file.read_bytes()))
         elif kind == "rows":
             columns = ("user", "used", "prompt", "response", "vector", "id")
             poison(draw, file, "entries", columns)

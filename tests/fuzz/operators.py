@@ -73,17 +73,17 @@ class Operators(Subject):
 
     def _multiply(self, draw: Random) -> str:
         columns, rows = draw.randint(1, 40), draw.choice((1, 31, 64, 256, 300))
-        matrix = random_matrix(draw.choice(GRIDS), columns, rows, draw.randrange(99))
+        made = random_matrix(draw.choice(GRIDS), columns, rows, draw.randrange(99))
         kind = draw.choice(("MatMulPacked", "GatherPacked"))
-        changed: dict[str, Any] = {}
+        other: dict[str, Any] = {}
         for _ in range(draw.choice((0, 1, 1, 2))):
             name = draw.choice(("N", "K", "format", "layout", *ARRAYS))
-            changed[name] = draw.choice((*NUMBERS, *range(2, 9), columns + 1))
+            other[name] = draw.choice((*NUMBERS, *range(2, 9), columns + 1))
             if name in ARRAYS:
-                array = matrix.packed()[ARRAYS.index(name)]
+                array = made.packed()[ARRAYS.index(name)]
                 size = draw.choice((0, 8, array.size - 8, array.size))
                 array = np.resize(array, size).view(draw.choice(("u1", "i1", "f4")))
-                changed[name] = array.reshape(draw.choice(((-1,), (1, -1), (-1, 1, 1))))
+                other[name] = array.reshape(draw.choice(((-1,), (1, -1), (-1, 1, 1))))
         shape = draw.choices((0, 1, 1, 1, 2), k=draw.choice((0, 1, 2, 3, 9)))
         if kind == "GatherPacked":
             ids = *range(columns), *draw.sample(NUMBERS, draw.choice((0, 0, 1)))
@@ -94,9 +94,7 @@ class Operators(Subject):
             number = draw.choice((0, 1.5, np.nan, np.inf))
             x = np.full((*shape[:8], width), number, np.float32)
         try:
-            session(kind, matrix, threads=draw.randint(1, 3), **changed).run(
-                None, {"x": x}
-            )
+            session(kind, made, threads=draw.randint(1, 3), **other).run(None, {"x": x})
         except Exception as error:  # onnxruntime's exceptions have no common base
             return "refused by jetdraft" if "export the" in str(error) else "refused"
-        return "computed damage" if changed else "computed"
+        return "computed damage" if other else "computed"

@@ -16,11 +16,9 @@ from tests.fuzz.soak import Soak
         ("same-text", 100, {"generations compared": 80, "drafted tokens": 300}),
         ("hybrids", 30, {"generations compared": 30, "drafted tokens": 300}),
         ("mixtures", 30, {"generations compared": 30, "drafted tokens": 300}),
-        ("bundles", 100, {}),
-        ("operators", 300, {}),
-        ("server", 150, {}),
+        ("bundles", 100, {}), ("operators", 300, {}), ("server", 150, {}),
     ],
-)
+)  # fmt: skip
 def test_an_attack_finds_nothing(tmp_path, name, count, facts):
     """Templates may compute for 0.3 s here, not 5: some never end."""
     with (

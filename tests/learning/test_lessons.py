@@ -12,37 +12,41 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jetdraft.bundle import Bundle
-from jetdraft.errors import StoreError
+from jetdraft import Bundle, StoreError
 from jetdraft.learning import lessons as module
-from jetdraft.learning.lessons import (
-    ARRAYS,
-    CHOICE_FILE,
-    EARLY_TOKENS,
-    LESSONS_FILE,
-    VERDICT_TOKENS,
-    Lesson,
-    Lessons,
-    Tally,
-    WeightSets,
-    drafter_sha256,
-    judge_trial,
-)
+from jetdraft.learning.lessons import EARLY_TOKENS, LESSONS_FILE, VERDICT_TOKENS, Tally
 from jetdraft.runtime.history.store import Entry, ResponseStore
 from tests.programs import printed
 from tests.toy_drafter import put_on_trial
 
 VOCABULARY = 100
+POISON = [
+    ("tokens", np.array([VOCABULARY, 1], np.uint32).tobytes()),
+    *(("tokens", value) for value in (b"", b"123", "text", 7)),
+    ("tokens", b"\0" * (4 * module.MAX_TOKENS + 4)),
+    ("places", np.array([0], np.uint32).tobytes()),
+    ("places", np.array([2], np.uint32).tobytes()), ("places", b""),
+    ("places", np.ones(module.MAX_PLACES + 1, np.uint32).tobytes()),
+    ("ids", np.array([1, VOCABULARY], np.uint32).tobytes()), ("ids", b""),
+    ("logits", np.array([1, np.nan], np.float32).tobytes()),
+    ("logits", np.array([1], np.float32).tobytes()), ("logits", "text"),
+    ("kept", 1e300), ("kept", "text"),
+]  # fmt: skip
+ONES = {"matrix": np.ones((4, 4), np.float32)}
+TWOS = {"matrix": np.full((4, 4), 2, np.float32)}
+NOT_FINITE = np.float32([[np.nan, 1.0]]), np.float16([[np.inf, 1.0]])
+REST = {"before": None, "base": ""}
+NO_CHOICES = [REST | {"name": "../../etc"}, REST | {"name": 7}, {"name": ""}]
 
 
 def open_lessons(folder):
-    return Lessons(folder, "tokens", VOCABULARY)
+    return module.Lessons(folder, "tokens", VOCABULARY)
 
 
 def lesson(*tokens, places=(1,), best=7):
     ids = np.full((len(places), 2), best)
     logits = np.ones(ids.shape, np.float32)
-    return Lesson(np.array(tokens), np.array(places), ids, logits)
+    return module.Lesson(np.array(tokens), np.array(places), ids, logits)
 
 
 def tokens(lessons):
@@ -89,20 +93,6 @@ def test_old_lessons_go(tmp_path):
     assert count == 1
 
 
-POISON = [
-    ("tokens", np.array([VOCABULARY, 1], np.uint32).tobytes()),
-    *(("tokens", value) for value in (b"", b"123", "text", 7)),
-    ("tokens", b"\0" * (4 * module.MAX_TOKENS + 4)),
-    ("places", np.array([0], np.uint32).tobytes()),
-    ("places", np.array([2], np.uint32).tobytes()), ("places", b""),
-    ("places", np.ones(module.MAX_PLACES + 1, np.uint32).tobytes()),
-    ("ids", np.array([1, VOCABULARY], np.uint32).tobytes()), ("ids", b""),
-    ("logits", np.array([1, np.nan], np.float32).tobytes()),
-    ("logits", np.array([1], np.float32).tobytes()), ("logits", "text"),
-    ("kept", 1e300), ("kept", "text"),
-]  # fmt: skip
-
-
 @pytest.mark.parametrize(("column", "value"), POISON)
 def test_a_poisoned_row_is_left_out(tmp_path, column, value):
     lessons = open_lessons(tmp_path)
@@ -131,13 +121,9 @@ def test_a_file_in_place_of_the_folder_is_refused(tmp_path):
         open_lessons(tmp_path / "notes")
 
 
-ONES = {"matrix": np.ones((4, 4), np.float32)}
-TWOS = {"matrix": np.full((4, 4), 2, np.float32)}
-
-
 @pytest.fixture
 def sets(toy, tmp_path):
-    return WeightSets(tmp_path, drafter_sha256(Bundle.open(toy)))
+    return module.WeightSets(tmp_path, module.drafter_sha256(Bundle.open(toy)))
 
 
 def test_a_trial_is_kept_or_taken_back(toy, sets):
@@ -163,7 +149,7 @@ def test_only_sets_are_swept(toy, sets):
     (sets.folder / ".partial-killed").mkdir()
     sets.clear()
     left = {entry.name for entry in sets.folder.iterdir()}
-    assert left == {"notes", "0" * 63, ".partial", "lock", CHOICE_FILE}
+    assert left == {"notes", "0" * 63, ".partial", "lock", module.CHOICE_FILE}
 
 
 def flip_a_bit(file):
@@ -180,13 +166,10 @@ def replace_by_a_pipe(file):
 @pytest.mark.parametrize("damage", [flip_a_bit, replace_by_a_pipe])
 def test_damaged_and_missing_arrays_are_refused(toy, sets, damage):
     name = put_on_trial(sets.folder, toy, ONES)
-    damage(sets.folder / name / ARRAYS)
+    damage(sets.folder / name / module.ARRAYS)
     for each in (name, "0" * 64):
         with pytest.raises(StoreError, match="damaged or missing"):
             sets.arrays(each)
-
-
-NOT_FINITE = np.float32([[np.nan, 1.0]]), np.float16([[np.inf, 1.0]])
 
 
 @pytest.mark.parametrize("array", [*NOT_FINITE, np.array([3, 4]), np.array(["text"])])
@@ -196,20 +179,16 @@ def test_arrays_that_are_no_weights_are_refused(toy, sets, array):
         sets.arrays(name)
 
 
-REST = {"before": None, "base": ""}
-NO_CHOICES = [REST | {"name": "../../etc"}, REST | {"name": 7}, {"name": ""}]
-
-
 @pytest.mark.parametrize("text", ["no JSON", "[]", *map(json.dumps, NO_CHOICES)])
 def test_a_malformed_choice_chooses_no_set(sets, text):
-    (sets.folder / CHOICE_FILE).write_text(text)
+    (sets.folder / module.CHOICE_FILE).write_text(text)
     sets.check()
     assert (sets.read_choice().name, sets.read_choice().before) == ("", None)
 
 
 def test_sets_of_another_drafter_are_refused(toy, sets):
     name = put_on_trial(sets.folder, toy, ONES)
-    other = WeightSets(sets.folder, "0" * 64)
+    other = module.WeightSets(sets.folder, "0" * 64)
     with pytest.raises(StoreError, match="another drafter"):
         other.check()
     assert other.read_choice().name == ""
@@ -263,7 +242,7 @@ def test_only_the_latest_generations_count():
     ],
 )
 def test_verdicts(before, after, verdict):
-    assert judge_trial(tally(*before), tally(*after)) is verdict
+    assert module.judge_trial(tally(*before), tally(*after)) is verdict
 
 
 def trial(draw, old, new):
@@ -271,7 +250,7 @@ def trial(draw, old, new):
     before, after = Tally(), Tally()
     while not before.is_full:
         before.add(sum(draw.random() < old for _ in range(10)), 10)
-    while (verdict := judge_trial(before, after)) is None:
+    while (verdict := module.judge_trial(before, after)) is None:
         after.add(sum(draw.random() < new for _ in range(10)), 10)
     return verdict, after.evaluated
 
@@ -309,12 +288,12 @@ class Taught:
     name = LESSONS_FILE
 
     def open(self, folder, tokenizer="tokens"):
-        return Lessons(folder, tokenizer, 100)
+        return module.Lessons(folder, tokenizer, 100)
 
     def add(self, store, token, user="", size=2):
         tokens = np.array([token, *[6] * (size - 1)])
         row = np.full((1, 2), 7), np.ones((1, 2), np.float32)
-        store.add(Lesson(tokens, np.array([1]), *row), user)
+        store.add(module.Lesson(tokens, np.array([1]), *row), user)
 
     def tokens(self, store):
         return [int(lesson.tokens[0]) for lesson in store.read()]
@@ -423,10 +402,8 @@ def test_users_clear_only_what_is_theirs(kind, tmp_path):
     store = kind.open(tmp_path)
     kind.add(store, 5, "ann")
     kind.add(store, 77)
-    ann = (
-        (store.of("ann").clear,) if kind.name != LESSONS_FILE else (store.clear, "ann")
-    )
-    assert ann[0](*ann[1:]) == 1
+    do = (store.of("ann").clear,) if kind.name != LESSONS_FILE else (store.clear, "ann")
+    assert do[0](*do[1:]) == 1
     assert kind.tokens(kind.open(tmp_path)) == [77]
     assert b"ann" not in (tmp_path / kind.name).read_bytes(), "erased, not unlinked"
 

@@ -7,18 +7,21 @@ from jetdraft import native
 from jetdraft.quant.grids import GRIDS, LAYOUT_VERSION, GridMatrix
 
 ARRAYS = ("integers", "scales")
+ATTENTION_INPUTS = (
+    *("query", "key", "value", "past_key", "past_value", "last_row", "total_length"),
+    *("cosines", "sines", "positions", "bias", "sinks"),
+)
+FLAGS = "do_rotary", "rotary_interleaved", "local_window_size"
 
 
 def session(kind, matrix, *, threads=1, **changed):
     """A session of MatMulPacked or GatherPacked; `changed` replaces what it reads."""
     fields = {
-        "N": len(matrix.data),
-        "K": matrix.rows,
-        "format": GRIDS.index(matrix.grid),
+        "N": len(matrix.data), "K": matrix.rows, "format": GRIDS.index(matrix.grid),
         "layout": LAYOUT_VERSION,
         **dict(zip(ARRAYS, matrix.packed(), strict=True)),
         **changed,
-    }
+    }  # fmt: skip
     return open_session(kind, [fields.pop(name) for name in ARRAYS], threads, fields)
 
 
@@ -73,13 +76,6 @@ def random_matrix(grid, columns, rows, seed=0):
         halves[::7] = np.float16(6e-8)
         data[..., place : place + 2] = halves[..., None].view(np.uint8)
     return GridMatrix(grid, data.reshape(columns, -1), rows)
-
-
-ATTENTION_INPUTS = (
-    *("query", "key", "value", "past_key", "past_value", "last_row", "total_length"),
-    *("cosines", "sines", "positions", "bias", "sinks"),
-)
-FLAGS = "do_rotary", "rotary_interleaved", "local_window_size"
 
 
 class Attending:

@@ -18,6 +18,7 @@ import pytest
 from jetdraft import native
 from jetdraft.cli.doctor import examine
 from jetdraft.runtime.passes import session as sessions
+from tests import cases
 from tests.fuzz.damages import hash_again
 from tests.programs import assert_refused, jetdraft, printed, succeed
 from tests.tiny import exported
@@ -28,6 +29,9 @@ PROGRAM, LOADER, EMULATOR = (
     Path(__file__).with_name(n) for n in ("agreement.cpp", "load.c", "emulated.h")
 )
 QEMUS = {m: which(f"qemu-{m}-static") or which(f"qemu-{m}") for m in SOURCES}
+on_x86 = pytest.mark.skipif(platform.machine() != "x86_64", reason="needs x86-64")
+INSTALL = "install jetdraft again on this machine, or export with --kernel onnxruntime"
+UNKNOWN = "the instructions that JETDRAFT_ISA names; leave it out"
 
 
 def compiled(folder, architecture, **changed):
@@ -63,9 +67,6 @@ def test_this_processor_agrees_with_the_portable_code(programs):
     assert "portable" in agreeing(programs(platform.machine()))
 
 
-on_x86 = pytest.mark.skipif(platform.machine() != "x86_64", reason="needs x86-64")
-
-
 @on_x86
 def test_newer_processors_agree_with_the_portable_code(tmp_path):
     """With AVX2 in place of their instructions."""
@@ -94,15 +95,13 @@ def test_code_for_all_processors_has_no_newer_instructions(tmp_path, source):
     and (None in QEMUS.values() or "QEMU_LD_PREFIX" not in os.environ),
     reason="no qemu-user, see scripts/qemu",
 )
-@pytest.mark.parametrize(
-    ("machine", "processor", "found"),
-    [
-        ("x86_64", "Haswell", ["avx2", "portable"]),
-        ("x86_64", "SandyBridge", ["portable"]),  # has only AVX
-        ("x86_64", "Conroe", ["portable"]),
-        ("aarch64", "max", ["i8mm", "dotprod", "portable"]),
-        ("aarch64", "cortex-a57", ["portable"]),
-    ],
+@cases(
+    "machine, processor, found",
+    ("x86_64", "Haswell", ["avx2", "portable"]),
+    ("x86_64", "SandyBridge", ["portable"]),  # has only AVX
+    ("x86_64", "Conroe", ["portable"]),
+    ("aarch64", "max", ["i8mm", "dotprod", "portable"]),
+    ("aarch64", "cortex-a57", ["portable"]),
 )
 def test_another_processor(programs, libraries, machine, processor, found):
     qemu = QEMUS[machine], "-cpu", processor
@@ -120,10 +119,6 @@ def libraries(tmp_path_factory):
         return loader, library
 
     return cache(built)
-
-
-INSTALL = "install jetdraft again on this machine, or export with --kernel onnxruntime"
-UNKNOWN = "the instructions that JETDRAFT_ISA names; leave it out"
 
 
 @pytest.fixture(scope="module")
@@ -149,8 +144,7 @@ def own(packed, tmp_path):
 
 @pytest.fixture(params=["missing", "empty", "another processor's", "unknown"])
 def fault(request, tmp_path, monkeypatch):
-    library = tmp_path / native.LIBRARY.name
-    whole = native.LIBRARY.read_bytes()
+    library, whole = tmp_path / native.LIBRARY.name, native.LIBRARY.read_bytes()
     content, said = {
         "missing": (None, "No such file"),
         "empty": (b"", "file too short"),
@@ -219,17 +213,15 @@ def change_product(bundle, **attributes):
     hash_again(bundle)
 
 
-@pytest.mark.parametrize(
-    ("attributes", "said"),
-    [
-        ({"layout": 2}, "packed in layout 2, and this version reads layout 1"),
-        ({"format": 99}, "unknown format of a matrix"),
-        ({"format": 4}, "a packed matrix has another size"),
-        ({"K": 2**40}, "a matrix has a size out of range"),
-        ({"K": 33}, "the rows have another width than the matrix"),
-        ({"K": 97}, "a packed matrix has another size"),
-        ({"N": 16}, "a packed matrix has another size"),
-    ],
+@cases(
+    "attributes, said",
+    ({"layout": 2}, "packed in layout 2, and this version reads layout 1"),
+    ({"format": 99}, "unknown format of a matrix"),
+    ({"format": 4}, "a packed matrix has another size"),
+    ({"K": 2**40}, "a matrix has a size out of range"),
+    ({"K": 33}, "the rows have another width than the matrix"),
+    ({"K": 97}, "a packed matrix has another size"),
+    ({"N": 16}, "a packed matrix has another size"),
 )
 def test_another_layout_or_size_is_refused(own, attributes, said, capfd):
     change_product(own, **attributes)

@@ -16,16 +16,44 @@ from jetdraft.errors import ContractError
 from jetdraft.native import DOMAIN
 from jetdraft.quant.grids import GRIDS, LAYOUT_VERSION
 from jetdraft.runtime.passes.buffers import run_bound
-from tests.native.operators import (
-    Attending,
-    random_matrix,
-    run,
-    run_experts,
-    session,
-    session_of,
-)
+from tests import cases
+from tests.native import operators
+from tests.native.operators import Attending, random_matrix, run, run_experts, session
 
 SHAPES = ((48, 512), (40, 200), (7, 31))
+SHORT = np.zeros(8, np.uint8)
+ROTATED = {"do_rotary": 1}
+ATTENTIONS = {
+    "plain": Attending(packed=False),
+    "rotated": Attending(**ROTATED),
+    "interleaved": Attending(3, 1, 32, **ROTATED, rotary_interleaved=1),
+    "wide heads": Attending(6, 2, 128, **ROTATED),
+    "a head of keys for each": Attending(3, 3, 16),
+    "a size of no whole vector": Attending(3, 1, 20),
+    "less than a vector": Attending(4, 2, 6, packed=False),
+    "window": Attending(local_window_size=9, **ROTATED),
+    "softcap": Attending(softcap=1.5),
+    "sinks": Attending(sinks=True, **ROTATED),
+    "sinks and a window": Attending(sinks=True, local_window_size=9),
+}
+ROWS, BUFFERS, ENDS = "rows of another width", "buffers of another", "do not fit into"
+TABLES, HEADS = "tables or positions of another shape", "numbers of heads"
+UNALIGNED = np.zeros(3 * 512 * 4 + 1, np.uint8)[1:].view(np.float32)
+TEXT_ROWS = 40
+CASES = {
+    "delta": lambda: delta_rule(3, 3, 128, 128, 2),
+    "mamba": lambda: delta_rule(4, 2, 16, 83, 1),
+    "tiny": lambda: delta_rule(2, 1, 8, 4, 2),
+    "window of 4": lambda: convolution(6144, 4, has_bias=False),
+    "window of 3": lambda: convolution(7, 3, has_bias=True),
+}
+BY_ROW = [(1, 1)] * TEXT_ROWS
+OUTCOMES = [(16, n) for n in (1, 16, 7)] + [(4, 1), (4, 4), (3, 0), (3, 3), (1, 1)]
+WAYS = {
+    "in part": [*OUTCOMES, *[(1, 1)] * 7],
+    "a wide pass first": [(20, 20), (2, 1), (19, 19)],
+    "a wide pass after kept rows": [(5, 3), (17, 17), (4, 4), (1, 1), (15, 15)],
+}
 
 
 def rounded_to_int8(x):
@@ -77,8 +105,7 @@ def test_a_column_is_gathered_exactly(grid, columns, rows):
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_a_row_that_is_not_finite_spoils_itself_only(bad):
-    matrix = random_matrix("Q4_0", 32, 64)
-    x = np.ones((3, 64), np.float32)
+    matrix, x = random_matrix("Q4_0", 32, 64), np.ones((3, 64), np.float32)
     plain = run("MatMulPacked", matrix, x)
     x[1, 40] = bad
     found = run("MatMulPacked", matrix, x)
@@ -107,21 +134,16 @@ def test_a_row_has_the_bits_of_its_expert_alone(grid, threads):
             np.testing.assert_array_equal(found, np.reshape(expected, (rows, columns)))
 
 
-SHORT = np.zeros(8, np.uint8)
-
-
-@pytest.mark.parametrize(
-    ("ids", "changed", "reason"),
-    [
-        ([0, 3], {}, "there is no expert 3 among 3"),
-        ([0, -1], {}, "there is no expert -1 among 3"),
-        ([0], {}, "another shape"),
-        ([[0, 1]], {}, "another shape"),
-        ([0, 1], {"K": 60}, "another shape"),
-        ([0, 1], {"integers": np.zeros(0, np.uint8)}, "another size"),
-        ([0, 1], {"integers": SHORT}, "another size"),
-        ([0, 1], {"integers": np.zeros(2048, np.uint8)}, "more integers than scales"),
-    ],
+@cases(
+    "ids, changed, reason",
+    ([0, 3], {}, "there is no expert 3 among 3"),
+    ([0, -1], {}, "there is no expert -1 among 3"),
+    ([0], {}, "another shape"),
+    ([[0, 1]], {}, "another shape"),
+    ([0, 1], {"K": 60}, "another shape"),
+    ([0, 1], {"integers": np.zeros(0, np.uint8)}, "another size"),
+    ([0, 1], {"integers": SHORT}, "another size"),
+    ([0, 1], {"integers": np.zeros(2048, np.uint8)}, "more integers than scales"),
 )
 def test_damaged_experts_are_refused(ids, changed, reason):
     matrix, x = random_matrix("Q4_0", 96, 64), np.ones((2, 64), "f4")
@@ -129,23 +151,17 @@ def test_damaged_experts_are_refused(ids, changed, reason):
         run_experts(matrix, x, ids, 3, **changed)
 
 
-@pytest.mark.parametrize(
-    ("changed", "reason"),
-    [
-        ({"integers": SHORT}, "another size"),
-        ({"scales": SHORT}, "another size"),
-        ({"integers": SHORT.astype(np.float32)}, "float"),
-        ({"N": 64}, "another size"),
-        ({"K": 60}, "another width"),
-        ({"K": 96}, "another size"),
-        ({"N": 2**62}, "out of range"),
-        ({"K": 0}, "out of range"),
-        ({"K": -32}, "out of range"),
-        ({"format": len(GRIDS)}, "unknown format"),
-        ({"format": -1}, "unknown format"),
-        ({"layout": 2}, "packed in layout 2, and this version reads layout 1"),
-    ],
-)
+@cases(
+    "changed, reason",
+    ({"integers": SHORT}, "another size"), ({"scales": SHORT}, "another size"),
+    ({"integers": SHORT.astype(np.float32)}, "float"),
+    ({"N": 64}, "another size"), ({"K": 60}, "another width"),
+    ({"K": 96}, "another size"), ({"N": 2**62}, "out of range"),
+    ({"K": 0}, "out of range"), ({"K": -32}, "out of range"),
+    ({"format": len(GRIDS)}, "unknown format"),
+    ({"format": -1}, "unknown format"),
+    ({"layout": 2}, "packed in layout 2, and this version reads layout 1"),
+)  # fmt: skip
 def test_a_damaged_matrix_is_refused(changed, reason):
     matrix, x = random_matrix("Q4_0", 32, 64), np.ones((1, 64), "f4")
     with pytest.raises(Exception, match=reason):
@@ -174,22 +190,6 @@ def test_the_environment_names_the_instructions():
     refused = run_isa("abacus")
     assert refused.returncode
     assert "JETDRAFT_ISA names; leave it out" in refused.stderr
-
-
-ROTATED = {"do_rotary": 1}
-ATTENTIONS = {
-    "plain": Attending(packed=False),
-    "rotated": Attending(**ROTATED),
-    "interleaved": Attending(3, 1, 32, **ROTATED, rotary_interleaved=1),
-    "wide heads": Attending(6, 2, 128, **ROTATED),
-    "a head of keys for each": Attending(3, 3, 16),
-    "a size of no whole vector": Attending(3, 1, 20),
-    "less than a vector": Attending(4, 2, 6, packed=False),
-    "window": Attending(local_window_size=9, **ROTATED),
-    "softcap": Attending(softcap=1.5),
-    "sinks": Attending(sinks=True, **ROTATED),
-    "sinks and a window": Attending(sinks=True, local_window_size=9),
-}
 
 
 @pytest.fixture(params=ATTENTIONS)
@@ -305,36 +305,26 @@ def floats(*shape):
     return np.zeros(shape, np.float32)
 
 
-ROWS, BUFFERS, ENDS = "rows of another width", "buffers of another", "do not fit into"
-TABLES, HEADS = "tables or positions of another shape", "numbers of heads"
-UNALIGNED = np.zeros(3 * 512 * 4 + 1, np.uint8)[1:].view(np.float32)
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "reason"),
-    [
-        ("query", floats(2, 3, 512), ROWS),
-        ("query", UNALIGNED.reshape(1, 3, 512), "a multiple of its numbers' size"),
-        ("key", floats(1, 3, 128), ROWS),
-        ("past_key", floats(1, 2, 8, 64), BUFFERS),
-        ("past_value", floats(1, 2, 9, 32), BUFFERS),
-        ("last_row", np.array([1], np.int32), ENDS),
-        ("last_row", np.array([2**31 - 1], np.int32), ENDS),
-        ("last_row", np.zeros(0, np.int32), "the index of its last row"),
-        ("last_row", np.array([5]), "int64"),
-        ("cosines", floats(80, 31), TABLES),
-        ("sines", floats(79, 32), TABLES),
-        ("positions", np.array([[0, 1]]), TABLES),
-        ("positions", np.array([[0, -1, 2]]), "position -1 has no row"),
-        ("positions", np.array([[0, 1, 80]]), "position 80 has no row"),
-        ("bias", floats(1, 1, 3, 5), "a bias of another shape"),
-        ("bias", floats(1, 3, 3, 9), "a bias of another shape"),
-        ("num_heads", 3, HEADS),
-        ("num_heads", 2**40, HEADS),
-        ("kv_num_heads", 0, HEADS),
-        ("scale", 1, "type don.t match"),
-    ],
-)
+@cases(
+    "name, value, reason",
+    ("query", floats(2, 3, 512), ROWS),
+    ("query", UNALIGNED.reshape(1, 3, 512), "a multiple of its numbers' size"),
+    ("key", floats(1, 3, 128), ROWS),
+    ("past_key", floats(1, 2, 8, 64), BUFFERS),
+    ("past_value", floats(1, 2, 9, 32), BUFFERS),
+    ("last_row", np.array([1], np.int32), ENDS),
+    ("last_row", np.array([2**31 - 1], np.int32), ENDS),
+    ("last_row", np.zeros(0, np.int32), "the index of its last row"),
+    ("last_row", np.array([5]), "int64"), ("cosines", floats(80, 31), TABLES),
+    ("sines", floats(79, 32), TABLES),
+    ("positions", np.array([[0, 1]]), TABLES),
+    ("positions", np.array([[0, -1, 2]]), "position -1 has no row"),
+    ("positions", np.array([[0, 1, 80]]), "position 80 has no row"),
+    ("bias", floats(1, 1, 3, 5), "a bias of another shape"),
+    ("bias", floats(1, 3, 3, 9), "a bias of another shape"),
+    ("num_heads", 3, HEADS), ("num_heads", 2**40, HEADS), ("kv_num_heads", 0, HEADS),
+    ("scale", 1, "type don.t match"),
+)  # fmt: skip
 def test_damage_of_attention_is_refused(name, value, reason):
     attention = ATTENTIONS["rotated"]
     with pytest.raises(Exception, match=reason):
@@ -355,9 +345,6 @@ def test_attention_that_refuses_a_pass_is_one_line():
         run_bound(opened, io)
 
 
-TEXT_ROWS = 40
-
-
 class Case:
     """An operator over `TEXT_ROWS` rows of text; arrays of three axes are rows."""
 
@@ -374,7 +361,7 @@ class Case:
             for pairs in (kinds, dict.fromkeys(made, TensorProto.FLOAT))
         )
         graph = helper.make_graph([node], name, inputs, outputs)
-        self.sessions = {count: session_of(graph, count) for count in (1, 3)}
+        self.sessions = {count: operators.session_of(graph, count) for count in (1, 3)}
 
     def inputs(self, some, states, counts):
         before, behind = (
@@ -424,22 +411,6 @@ def convolution(channels, size, has_bias):
     others = [bias] if has_bias else []
     name = "CausalConvolution"
     return Case(causal_convolution, name, [rows], [weights], [state], others)
-
-
-CASES = {
-    "delta": lambda: delta_rule(3, 3, 128, 128, 2),
-    "mamba": lambda: delta_rule(4, 2, 16, 83, 1),
-    "tiny": lambda: delta_rule(2, 1, 8, 4, 2),
-    "window of 4": lambda: convolution(6144, 4, has_bias=False),
-    "window of 3": lambda: convolution(7, 3, has_bias=True),
-}
-BY_ROW = [(1, 1)] * TEXT_ROWS
-OUTCOMES = [(16, n) for n in (1, 16, 7)] + [(4, 1), (4, 4), (3, 0), (3, 3), (1, 1)]
-WAYS = {
-    "in part": [*OUTCOMES, *[(1, 1)] * 7],
-    "a wide pass first": [(20, 20), (2, 1), (19, 19)],
-    "a wide pass after kept rows": [(5, 3), (17, 17), (4, 4), (1, 1), (15, 15)],
-}
 
 
 @pytest.fixture(params=CASES)

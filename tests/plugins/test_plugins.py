@@ -9,17 +9,9 @@ import pytest
 from click.testing import CliRunner
 
 import jetdraft
+from jetdraft import OptionError, methods
 from jetdraft.cli import main
-from jetdraft.errors import OptionError
-from jetdraft.methods import (
-    OWN,
-    Method,
-    MethodOptions,
-    Proposer,
-    Rows,
-    Traits,
-    registered,
-)
+from jetdraft.methods import OWN, Method, Proposer, Rows, Traits, registered
 from tests.programs import ended
 
 HERE = Path(__file__).parent
@@ -34,6 +26,35 @@ print(json.dumps([{n: getattr(result, n) for n in names} for result in results])
 """Runs command lines, one after the other; prints JSON."""
 
 OF_TOY = ["none", "lookup", "draft", "trigram", "cascade"]
+REFUSED = {
+    "shape=best": (
+        "unknown drafting option 'shape'; choose verifier, user, select-kv, top, "
+        "tolerance, memory"
+    ),
+    "memory=many": "drafting option memory cannot be 'many'; give an integer",
+    "memory=0": "memory 0 is too small; give 1 or more",
+}
+SAMPLINGS = [
+    (), *(("--temperature", t, "--seed", seed) for t, seed in ((0.8, 1), (1.2, 2)))
+]  # fmt: skip
+LENGTHS = [1, 2, 4, None]
+BROKEN = {
+    "missing": ("import no_module_of_this_name", "cannot be loaded"),
+    "raising": ("raise RuntimeError('two\\nlines')", "cannot be loaded (two lines)"),
+    "silent": ("raise ValueError", "cannot be loaded (ValueError)"),
+    "nameless": ("", "cannot be loaded"),
+    "wrong": ("METHOD = 'again'", "wrong:METHOD is not a jetdraft.methods.Method"),
+    "taken": (
+        "from jetdraft.methods import Method\n"
+        "METHOD = Method('lookup', 'another', lambda parts, options: None)",
+        "there is a method 'lookup' already",
+    ),
+    "reserved": (
+        "from jetdraft.methods import Method\n"
+        "METHOD = Method('auto', 'another', lambda parts, options: None)",
+        "cannot be loaded ('auto' cannot name a method",
+    ),
+}
 
 
 def python(*arguments, beside=None):
@@ -86,20 +107,6 @@ def test_auto_may_pick_it(seen):
     same, by_method = seen["auto"]
     assert same
     assert by_method["again"]["accepted_tokens"] > 20
-
-
-REFUSED = {
-    "shape=best": (
-        "unknown drafting option 'shape'; choose verifier, user, select-kv, top, "
-        "tolerance, memory"
-    ),
-    "memory=many": "drafting option memory cannot be 'many'; give an integer",
-    "memory=0": "memory 0 is too small; give 1 or more",
-}
-SAMPLINGS = [
-    (), *(("--temperature", t, "--seed", seed) for t, seed in ((0.8, 1), (1.2, 2)))
-]  # fmt: skip
-LENGTHS = [1, 2, 4, None]
 
 
 @pytest.fixture(scope="module")
@@ -190,7 +197,7 @@ def test_a_token_outside_the_vocabulary_is_refused(toy_model, token):
         toy_model.generate("The robot", method="rootless", num_draft_tokens=2)
 
 
-class Undeclared(MethodOptions):
+class Undeclared(methods.MethodOptions):
     memory: int = 64
 
 
@@ -205,25 +212,6 @@ def test_options_that_are_not_a_dataclass_are_refused(options):
     line = rf"^{name}, .* 'again', must be .*\) above class {name}\(MethodOptions\)$"
     with pytest.raises(OptionError, match=line):
         Method("again", "the last tokens", lambda parts, options: None, options)
-
-
-BROKEN = {
-    "missing": ("import no_module_of_this_name", "cannot be loaded"),
-    "raising": ("raise RuntimeError('two\\nlines')", "cannot be loaded (two lines)"),
-    "silent": ("raise ValueError", "cannot be loaded (ValueError)"),
-    "nameless": ("", "cannot be loaded"),
-    "wrong": ("METHOD = 'again'", "wrong:METHOD is not a jetdraft.methods.Method"),
-    "taken": (
-        "from jetdraft.methods import Method\n"
-        "METHOD = Method('lookup', 'another', lambda parts, options: None)",
-        "there is a method 'lookup' already",
-    ),
-    "reserved": (
-        "from jetdraft.methods import Method\n"
-        "METHOD = Method('auto', 'another', lambda parts, options: None)",
-        "cannot be loaded ('auto' cannot name a method",
-    ),
-}
 
 
 def write_package(folder, name, code):

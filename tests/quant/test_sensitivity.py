@@ -21,27 +21,23 @@ from jetdraft.quant.choice import (
 )
 from jetdraft.quant.divergence import Divergence, Windows, own_attention, second_moments
 from jetdraft.recipe import HEAD, RUNGS, Recipe
+from tests import cases, tiny
 from tests.programs import assert_refused, succeed
 from tests.programs import jetdraft as command
-from tests.tiny import (
-    drafter_config,
-    exported,
-    llama_config,
-    save_checkpoint,
-    save_streams,
-)
 from tools.recipes.quality import compare
 
 RECIPE, INT8 = Recipe("int4", 16), Recipe("int8", 16)
 LAYER = [f"self_attn.{name}_proj" for name in "qkvo"]
 LAYER += [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
 TEXT = "def f(self):\n    return self.x\n" * 60
+ORT, OURS = "onnxruntime", "jetdraft"
+*FOUR_BITS, EIGHT_BITS, SAFE = RUNGS[ORT]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sensitivity") / "target"
-    save_checkpoint(folder, llama_config())
+    tiny.save_checkpoint(folder, tiny.llama_config())
     (folder.parent / "text.txt").write_text(TEXT[: len(TEXT) // 3])
     return folder
 
@@ -126,8 +122,7 @@ def test_as_few_units_as_keep_the_kl(sensitivity):
     recipe, kl = sensitivity.find_mix(Limit(max_kl=(low + high) / 2))
     assert kl == pytest.approx(everything(sensitivity, recipe))
     assert high < kl <= (low + high) / 2
-    raised = len(recipe.raised) + (recipe.head is not None)
-    assert 1 <= raised <= 3
+    assert 1 <= (len(recipe.raised) + (recipe.head is not None)) <= 3
     same, _ = sensitivity.find_mix(Limit(max_kl=2 * low))
     assert same == RECIPE
 
@@ -143,9 +138,7 @@ def test_as_many_units_as_fit(sensitivity):
     assert kl < more < everything(sensitivity, RECIPE)
 
 
-@pytest.mark.parametrize(
-    "name", ["int4-rtn-b16", "int8-k_quant-b32-head4", "int2-b64", "q5_k"]
-)
+@cases("name", "int4-rtn-b16", "int8-k_quant-b32-head4", "int2-b64", "q5_k")
 def test_the_bytes_are_those_of_the_graph(folder, sensitivity, name, tmp_path):
     recipe = Recipe.parse(name)
     export(str(folder), tmp_path / "bundle", None, ExportOptions(recipe))
@@ -234,8 +227,7 @@ def test_a_text_that_cannot_be_read_is_refused(checkpoint, tmp_path):
 
 def test_moments_are_those_of_the_inputs(checkpoint, tmp_path):
     model, text = checkpoint.model, windows(checkpoint, tmp_path)
-    before = model.config._attn_implementation
-    found = second_moments(model, text)
+    before, found = model.config._attn_implementation, second_moments(model, text)
     assert model.config._attn_implementation == before
     linear = (n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear))
     assert set(found) == {f"{name}.weight" for name in linear}
@@ -253,22 +245,18 @@ def test_moments_are_those_of_the_inputs(checkpoint, tmp_path):
 
 
 def test_a_model_with_streams_is_calibrated_as_it_is_without(tmp_path):
-    save_checkpoint(tmp_path / "c", llama_config(num_hidden_layers=2))
+    tiny.save_checkpoint(tmp_path / "c", tiny.llama_config(num_hidden_layers=2))
     settings = StreamSettings(gamma=3, layers=1, lora_rank=4, prune_rank=2)
-    save_streams(tmp_path / "c", settings)
+    tiny.save_streams(tmp_path / "c", settings)
     (tmp_path / "text.txt").write_text(TEXT)
     text = tmp_path / "text.txt"
-    exported(tmp_path / "c", tmp_path / "b", "int4-gptq", calibration=text)
+    tiny.exported(tmp_path / "c", tmp_path / "b", "int4-gptq", calibration=text)
     model = jetdraft.load(tmp_path / "b", threads=1)
     plain, drafted = (
         model.generate("def f", method=method, max_new_tokens=40).token_ids
         for method in ("none", "stream")
     )
     assert plain == drafted
-
-
-ORT, OURS = "onnxruntime", "jetdraft"
-*FOUR_BITS, EIGHT_BITS, SAFE = RUNGS[ORT]
 
 
 class Known:
@@ -295,13 +283,11 @@ class Known:
         return sum(recipe.of_unit(unit).bits for unit in self.units)
 
 
-@pytest.mark.parametrize(
-    ("kl", "expected"),
-    [
-        ({32: 0.001, 64: 0.002, 128: 0.003}, FOUR_BITS[0]),
-        ({32: 0.01, 64: 0.02, 128: 0.04}, FOUR_BITS[1]),
-        ({32: 0.02, 64: 0.04, 128: 0.05}, FOUR_BITS[2]),
-    ],
+@cases(
+    "kl, expected",
+    ({32: 0.001, 64: 0.002, 128: 0.003}, FOUR_BITS[0]),
+    ({32: 0.01, 64: 0.02, 128: 0.04}, FOUR_BITS[1]),
+    ({32: 0.02, 64: 0.04, 128: 0.05}, FOUR_BITS[2]),
 )
 def test_the_largest_blocks_that_keep_the_text(kl, expected):
     recipe, measured = choose_recipe(Known(kl), ORT, bound=0.03)
@@ -316,14 +302,12 @@ def test_a_mix_where_rounding_is_not_enough():
     assert kl == pytest.approx(0.03)
 
 
-@pytest.mark.parametrize(
-    ("kl", "layer", "expected"),
-    [
-        ({"q4_k": 0.02}, 0.0, "q4_k-headq6_k"),
-        ({"q4_k": 0.06, "q5_k": 0.01}, 0.01, "q4_k-up7.8.9-headq6_k"),
-        ({"q4_k": 0.06, "q5_k": 0.01}, 0.003, "q5_k-headq6_k"),
-        ({"q4_k": 1.0, "q5_k": 0.5, "q6_k": 0.2, "q8_0": 0.1}, 0.0, "q8_0"),
-    ],
+@cases(
+    "kl, layer, expected",
+    ({"q4_k": 0.02}, 0.0, "q4_k-headq6_k"),
+    ({"q4_k": 0.06, "q5_k": 0.01}, 0.01, "q4_k-up7.8.9-headq6_k"),
+    ({"q4_k": 0.06, "q5_k": 0.01}, 0.003, "q5_k-headq6_k"),
+    ({"q4_k": 1.0, "q5_k": 0.5, "q6_k": 0.2, "q8_0": 0.1}, 0.0, "q8_0"),
 )
 def test_types_of_llama_cpp_from_the_cheapest_up(kl, layer, expected):
     recipe, measured = choose_recipe(Known(kl, layer), OURS, bound=0.03)
@@ -351,18 +335,17 @@ def test_smaller_blocks_where_eight_bits_are_not_enough(finest):
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ladder")
-    configs = {"target": llama_config(), "drafter": drafter_config()}
+    configs = {"target": tiny.llama_config(), "drafter": tiny.drafter_config()}
     return {
         name: Checkpoint.load(
-            str(save_checkpoint(folder / name, config)), torch.float32
+            str(tiny.save_checkpoint(folder / name, config)), torch.float32
         )
         for name, config in configs.items()
     }
 
 
 def test_a_model_writes_its_own_text(pair):
-    target, before = pair["target"], torch.random.get_rng_state()
-    steps = []
+    target, before, steps = pair["target"], torch.random.get_rng_state(), []
     text = sample_text(target, lambda done, total: steps.append((done, total)))
     assert steps[-1] == (REPLY_TOKENS, REPLY_TOKENS)
     assert text.ids.shape[0] == len(QUESTIONS)
@@ -395,8 +378,7 @@ def test_overlap_is_the_acceptance_of_sampled_drafts(pair):
     for name, checkpoint in pair.items():
         with own_attention(checkpoint.model):
             models[name] = Divergence(checkpoint.model, text, {})
-    target, drafter = models["target"], models["drafter"]
-    floats = Recipe("none")
+    target, drafter, floats = models["target"], models["drafter"], Recipe("none")
     with own_attention(target.model), own_attention(drafter.model):
         assert target.overlap(floats, target) == pytest.approx(1.0, abs=1e-5)
         p, q = (torch.cat(m._logprobs).exp() for m in (target, drafter))
@@ -412,19 +394,15 @@ def test_overlap_is_the_acceptance_of_sampled_drafts(pair):
     assert choice.full_overlap == pytest.approx(expected, abs=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("size", "lost", "head_lost", "expected"),
-    [
-        (1e6, 0.10, 0.02, "int8-rtn-b32"),  # a pass takes its fixed time in any case
-        (1e6, 0.10, 0.009, "int8-rtn-b32-head4"),
-        (1e3, 0.009, 0.0, "int4-rtn-b32"),
-        (5e8, 0.03, 0.0, "int4-rtn-b32"),
-        (5e8, 0.60, 0.02, "int8-rtn-b32"),
-    ],
+@cases(
+    "size, lost, head_lost, expected",
+    (1e6, 0.10, 0.02, "int8-rtn-b32"),  # a pass takes its fixed time in any case
+    (1e6, 0.10, 0.009, "int8-rtn-b32-head4"),
+    (1e3, 0.009, 0.0, "int4-rtn-b32"),
+    (5e8, 0.03, 0.0, "int4-rtn-b32"),
+    (5e8, 0.60, 0.02, "int8-rtn-b32"),
 )
-def test_a_drafter_gets_the_bits_that_make_the_pair_fast(
-    size, lost, head_lost, expected
-):
+def test_a_drafter_gets_the_bits_that_make_a_pair_fast(size, lost, head_lost, expected):
     class Target:
         bytes_of = staticmethod(lambda recipe: 3 * size)
 

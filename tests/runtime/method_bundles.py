@@ -2,34 +2,25 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from jetdraft import Drafting, Options
 from jetdraft.contracts.step_contract import StepContract
 from jetdraft.methods import Method, registered
 from jetdraft.runtime.drafters.draft_cache import DraftCache
 from jetdraft.runtime.drafts.rows import Kind
 from jetdraft.runtime.generation import Generation
-from jetdraft.runtime.planning.drafting import Drafting
-from jetdraft.runtime.planning.options import Options
 from jetdraft.runtime.proposers.model_proposer import ModelProposer
 from jetdraft.runtime.proposers.proposer import Traits
 from jetdraft.runtime.text.codec import TextStream
 from jetdraft.runtime.text.stops import Ending, StopWatcher
 from jetdraft.testing import toy_bundle
-from tests.toy_graphs import (
-    COMMON,
-    GUESSES,
-    IDS,
-    SIZE,
-    WIDTH,
-    streamed_bundle,
-    toy_block,
-    toy_eagle,
-    write_toy,
-)
+from tests import toy_graphs
+from tests.toy_graphs import COMMON, GUESSES, IDS, SIZE, WIDTH, toy_block, toy_eagle
 
 GLIDE = StepContract(**COMMON, reads=((0, 1, SIZE),))
 CHIMERA = StepContract(
     **COMMON, feature_input=WIDTH, carried_size=WIDTH, recent=2, draft_vocab=len(IDS)
 )
+NAME = "fake"
 
 
 def _toy(folder: Path, method: str) -> None:
@@ -40,7 +31,9 @@ def handmade(folder: Path, method: str, guesses: Any = GUESSES) -> None:
     if method == "eagle":
         toy_eagle(folder, guesses)
     elif method in ("glide", "chimera"):
-        write_toy(folder, {"glide": GLIDE, "chimera": CHIMERA}[method], guesses)
+        toy_graphs.write_toy(
+            folder, {"glide": GLIDE, "chimera": CHIMERA}[method], guesses
+        )
     else:
         toy_block(folder, method, guesses)
 
@@ -105,7 +98,7 @@ MAKE: dict[str, Callable[[Path, str], Any]] = {
     **dict.fromkeys(("kangaroo", "falcon", "select", "medusa"), _exported),
     **dict.fromkeys(("ppd", "forecast"), _exported),
     "block": _encoder_decoder,
-    "stream": lambda folder, method: streamed_bundle(folder),
+    "stream": lambda folder, method: toy_graphs.streamed_bundle(folder),
 }
 """How the bundle of each method is made."""
 
@@ -120,9 +113,6 @@ class MethodBundles:
         if not bundle.exists():
             make(bundle, method)
         return bundle
-
-
-NAME = "fake"
 
 
 def pieces_of(

@@ -20,6 +20,18 @@ OPTIONS = {
     "token_ids": IDS, "max_new_tokens": 80, "ignore_eos": True, "temperature": 0.9,
     "seed": 3,
 }  # fmt: skip
+OTHER_IDS = np.random.default_rng(12).integers(0, 288, 20).tolist()
+HOW = {
+    "token_ids": OTHER_IDS, "max_new_tokens": 30, "ignore_eos": True, "method": "none",
+}  # fmt: skip
+USES = {
+    "tune": lambda model, file: tune(model),
+    "measure": lambda model, file: model.measure_again(),
+    "load": lambda model, file: model.load_prefix(file),
+    "save": lambda model, file: model.save_prefix(file, OTHER_IDS),
+    "close": lambda model, file: model.close(),
+}
+"""What needs the buffers beside a generation."""
 
 
 def test_a_model_is_closed_with_its_context(bundle):
@@ -226,15 +238,6 @@ def test_a_pool_that_is_busy_says_so(bundle):
             jetdraft.Pool(bundle, size=wrong)
 
 
-OTHER_IDS = np.random.default_rng(12).integers(0, 288, 20).tolist()
-HOW = {
-    "token_ids": OTHER_IDS,
-    "max_new_tokens": 30,
-    "ignore_eos": True,
-    "method": "none",
-}
-
-
 @pytest.fixture
 def going(model):
     stream = model.stream(**HOW)
@@ -256,16 +259,6 @@ def test_a_second_generation_is_refused_and_the_first_goes_on(model, going):
     assert len(found) == 30
 
 
-USES = {
-    "tune": lambda model, file: tune(model),
-    "measure": lambda model, file: model.measure_again(),
-    "load": lambda model, file: model.load_prefix(file),
-    "save": lambda model, file: model.save_prefix(file, OTHER_IDS),
-    "close": lambda model, file: model.close(),
-}
-"""What needs the buffers beside a generation."""
-
-
 @pytest.mark.parametrize("use", USES.values(), ids=USES)
 def test_nobody_else_uses_the_buffers_meanwhile(model, going, tmp_path, use):
     with pytest.raises(JetdraftError, match="already generating"):
@@ -285,9 +278,7 @@ def test_another_thread_is_refused_too(model, going):
 
 
 @pytest.mark.parametrize("use", USES.values(), ids=USES)
-def test_no_generation_begins_while_the_buffers_are_used(
-    own, tmp_path, monkeypatch, use
-):
+def test_no_text_begins_while_the_buffers_are_used(own, tmp_path, monkeypatch, use):
     model, file = jetdraft.load(own, threads=1), tmp_path / "prefix.npz"
     model.save_prefix(file, OTHER_IDS)
     paused, user, refusals = Idle.paused, get_ident(), []

@@ -8,10 +8,23 @@ import pytest
 
 from jetdraft.errors import OptionError
 from jetdraft.runtime.text.stops import StopWatcher, Thinking, ThoughtReader
+from tests import cases
 
 IDS = np.random.default_rng(4).integers(0, 288, 20).tolist()
 OPTIONS = {"token_ids": IDS, "max_new_tokens": 40, "ignore_eos": True}
 METHODS = [{"method": "none"}, {"method": "draft", "num_draft_tokens": 3}]
+SAMPLED = {
+    "token_ids": IDS, "max_new_tokens": 120, "ignore_eos": True, "temperature": 1.0,
+    "seed": 3,
+}  # fmt: skip
+LETTERS = SimpleNamespace(
+    push=lambda ids: "".join(map(chr, ids)), special=lambda id: "", rest=lambda: ""
+)
+"""Text of tokens that are letters."""
+HARMONY = (
+    "<|channel|>analysis<|message|>Think.<|end|><|start|>assistant"
+    "<|channel|>final<|message|>An <answer>.<|return|>"
+)
 
 
 @pytest.fixture(params=METHODS, ids=lambda way: way["method"])
@@ -180,16 +193,6 @@ def test_an_interruption_of_a_whole_call_goes_on_to_the_caller(model, monkeypatc
     monkeypatch.undo()
 
 
-SAMPLED = {
-    "token_ids": IDS, "max_new_tokens": 120, "ignore_eos": True, "temperature": 1.0,
-    "seed": 3,
-}  # fmt: skip
-LETTERS = SimpleNamespace(
-    push=lambda ids: "".join(map(chr, ids)), special=lambda id: "", rest=lambda: ""
-)
-"""Text of tokens that are letters."""
-
-
 def shown(stop, tokens, rounds):
     ending, texts, kept = StopWatcher(LETTERS, [], stop), [], []
     for start in range(0, len(tokens), rounds):
@@ -201,16 +204,14 @@ def shown(stop, tokens, rounds):
 
 
 @pytest.mark.parametrize("rounds", [1, 2, 3, 7, 40])
-@pytest.mark.parametrize(
-    ("stop", "text", "kept"),
-    [
-        (["STOP"], "one two ", "one two STOP"),
-        (["wo", "STOP"], "one t", "one two"[:7]),
-        (["P th"], "one two STO", "one two STOP th"),
-        (["absent", "no"], "one two STOP three", "one two STOP three"),
-        (["ee"], "one two STOP thr", "one two STOP three"),
-        (["e t", "ne"], "o", "one"),
-    ],
+@cases(
+    "stop, text, kept",
+    (["STOP"], "one two ", "one two STOP"),
+    (["wo", "STOP"], "one t", "one two"[:7]),
+    (["P th"], "one two STO", "one two STOP th"),
+    (["absent", "no"], "one two STOP three", "one two STOP three"),
+    (["ee"], "one two STOP thr", "one two STOP three"),
+    (["e t", "ne"], "o", "one"),
 )
 def test_what_is_shown_never_holds_a_stop_string(stop, text, kept, rounds):
     texts, found, ending = shown(stop, "one two STOP three", rounds)
@@ -244,27 +245,19 @@ def test_the_same_end_with_every_method(model, seed):
         assert found.stats.new_tokens == len(kept) == len(found.from_draft)
 
 
-@pytest.mark.parametrize(
-    ("wrong", "words"),
-    [
-        ({"stop": ""}, "a stop string is empty"),
-        ({"stop": ["a", ""]}, "a stop string is empty"),
-        ({"stop": [3]}, "is not a list of texts"),
-        ({"max_seconds": 0}, "max seconds 0"),
-        ({"max_seconds": "1"}, "not a number"),
-        ({"logprobs": 65}, "logprobs 65 is out of range"),
-        ({"logprobs": -1}, "logprobs -1 is out of range"),
-    ],
+@cases(
+    "wrong, words",
+    ({"stop": ""}, "a stop string is empty"),
+    ({"stop": ["a", ""]}, "a stop string is empty"),
+    ({"stop": [3]}, "is not a list of texts"),
+    ({"max_seconds": 0}, "max seconds 0"),
+    ({"max_seconds": "1"}, "not a number"),
+    ({"logprobs": 65}, "logprobs 65 is out of range"),
+    ({"logprobs": -1}, "logprobs -1 is out of range"),
 )
 def test_wrong_values_are_refused(model, wrong, words):
     with pytest.raises(OptionError, match=words):
         model.generate(token_ids=IDS, **wrong)
-
-
-HARMONY = (
-    "<|channel|>analysis<|message|>Think.<|end|><|start|>assistant"
-    "<|channel|>final<|message|>An <answer>.<|return|>"
-)
 
 
 @pytest.mark.parametrize("rounds", [1, 2, 7, 99])
@@ -296,19 +289,17 @@ def test_thoughts_are_apart(template, in_thought, text, thought, answer, rounds)
     assert (found + watcher.take_thought(), said) == (thought, answer)
 
 
-@pytest.mark.parametrize(
-    ("template", "prompt", "state"),
-    [
-        ("{{ content.split('</think>')[-1] }}", "<|im_start|>assistant\n", None),
-        ("</think>", "<|im_start|>assistant\n<think>\n", True),  # Qwen3.5
-        ("</think>", "<|im_start|>assistant\n<think>\n\n</think>\n\n", False),  # Qwen3
-        ("</think>", "<\uff5cAssistant\uff5c><think>\n", True),  # DeepSeek-R1
-        ("</think>", "<SPECIAL_11>Assistant\n<think></think>", False),  # Nemotron
-        ("<|channel|>analysis", "<|start|>assistant", None),
-        ("<|channel>thought", "<|turn>model\n", None),  # Gemma 4
-        ("<|channel>thought", "<|turn>model\n<|channel>thought\n<channel|>", False),
-        ("</think>", "a <think> b", None),
-    ],
+@cases(
+    "template, prompt, state",
+    ("{{ content.split('</think>')[-1] }}", "<|im_start|>assistant\n", None),
+    ("</think>", "<|im_start|>assistant\n<think>\n", True),  # Qwen3.5
+    ("</think>", "<|im_start|>assistant\n<think>\n\n</think>\n\n", False),  # Qwen3
+    ("</think>", "<\uff5cAssistant\uff5c><think>\n", True),  # DeepSeek-R1
+    ("</think>", "<SPECIAL_11>Assistant\n<think></think>", False),  # Nemotron
+    ("<|channel|>analysis", "<|start|>assistant", None),
+    ("<|channel>thought", "<|turn>model\n", None),  # Gemma 4
+    ("<|channel>thought", "<|turn>model\n<|channel>thought\n<channel|>", False),
+    ("</think>", "a <think> b", None),
 )
 def test_a_prompt_may_begin_or_end_a_thought(template, prompt, state):
     letters = SimpleNamespace(decode=lambda ids: "".join(map(chr, ids)))

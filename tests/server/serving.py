@@ -31,15 +31,13 @@ main(sys.argv[1:])
 
 @contextmanager
 def served(service: Service, *more: socket.socket) -> Iterator[str]:
-    with open_listener("127.0.0.1", 0) as listener:
+    with open_listener("127.0.0.1", 0) as first:
         server = HttpServer(service, "127.0.0.1")
-        thread = threading.Thread(
-            target=server.run, kwargs={"sockets": [listener, *more]}
-        )
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [first, *more]})
         thread.start()
         try:
             until(lambda: server.started)
-            yield listener_url(listener)
+            yield listener_url(first)
         finally:
             server.should_exit = True
             thread.join(60)

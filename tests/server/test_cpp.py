@@ -76,8 +76,7 @@ def test_a_text_as_it_comes(program, door, model):
 def test_who_closes_the_connection_ends_the_text(program, door, slow):
     service = door[0]
     before = service.desk.total.new_tokens
-    events = run(program, door, "--cancel", "2")
-    assert len(events) == 2
+    assert len(run(program, door, "--cancel", "2")) == 2
     until(lambda: service.desk.generating == 0)
     assert service.desk.total.new_tokens - before < 64
 

@@ -16,9 +16,8 @@ from click.testing import CliRunner
 from openai import OpenAI
 
 import jetdraft
-from jetdraft import Pool
+from jetdraft import OptionError, OutputError, Pool
 from jetdraft.cli import main
-from jetdraft.errors import OptionError, OutputError
 from jetdraft.server.app import Service
 from jetdraft.server.http_server import Systemd, open_listener, open_unix_listener
 from jetdraft.server.request_queue import MIN_ROWS, PrefixFolder
@@ -33,6 +32,12 @@ LONG = {
 }  # fmt: skip
 ANSWERED = "POST /v1/completions 200"
 CHAT = {"model": "toy", "messages": [{"role": "user", "content": "Hello"}]}
+CLIENTS, REQUESTS = 8, 8
+PROMPTS = ("The robot sees", '{"name": "Ann"', "The cat", "A blue ball")
+RANDOM = np.random.default_rng(7)
+SYSTEM = RANDOM.integers(0, 288, 100).tolist()
+ASKED = [[*SYSTEM, *RANDOM.integers(0, 288, 9).tolist()] for _ in range(4)]
+OPTIONS = {"max_new_tokens": 12, "ignore_eos": True, "temperature": 0.9, "seed": 3}
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -99,16 +104,13 @@ def test_sigterm_lets_texts_end(toy):
         for thread in threads:
             thread.join(60)
         assert [answer.status_code for answer in answers] == [200, 200]
-        counts = {a.json()["usage"]["completion_tokens"] for a in answers}
-        assert counts == {60, 20}
+        assert {a.json()["usage"]["completion_tokens"] for a in answers} == {60, 20}
         assert process.wait(60) == 0
         drain, *requests = process.stderr.read().splitlines()
         assert drain == "finishing 2 texts, at most 30 s; Ctrl-C cuts them"
-        lines = [
-            re.fullmatch(rf"{ANSWERED}, (\d+) tokens, \d+ ms", n) for n in requests
-        ]
-        assert all(lines), requests
-        assert {line[1] for line in lines} == {"60", "20"}  # either came first
+        rows = [re.fullmatch(rf"{ANSWERED}, (\d+) tokens, \d+ ms", n) for n in requests]
+        assert all(rows), requests
+        assert {line[1] for line in rows} == {"60", "20"}  # either came first
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -124,8 +126,7 @@ def test_a_second_ctrl_c_cuts_the_text_and_answers(toy, stream):
         thread.join(60)
         assert '"server_error"' in answers[0].text
         assert answers[0].text.rstrip().endswith("[DONE]") == stream
-        line = process.stderr.read()
-        answered = ANSWERED.replace("200", "503")
+        line, answered = process.stderr.read(), ANSWERED.replace("200", "503")
         tokens = re.fullmatch(rf"{answered}, (\d+) tokens, \d+ ms\n", line)
         assert tokens, line
         assert int(tokens[1]) < LONG["max_tokens"]
@@ -272,10 +273,6 @@ def test_without_the_packages_it_says_what_to_install(toy):
     assert "pip install 'jetdraft[cpu,serve]'" in done.stderr
 
 
-CLIENTS, REQUESTS = 8, 8
-PROMPTS = ("The robot sees", '{"name": "Ann"', "The cat", "A blue ball")
-
-
 def resident(pid):
     pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
@@ -391,16 +388,9 @@ def test_whose_watchdog_it_is():
     def seconds(**more):
         return Systemd({"WATCHDOG_USEC": "2000000", **more}).watchdog_seconds
 
-    assert seconds() == 2.0
-    assert seconds(WATCHDOG_PID=str(os.getpid())) == 2.0
+    assert (seconds(), seconds(WATCHDOG_PID=str(os.getpid()))) == (2.0, 2.0)
     assert seconds(WATCHDOG_PID="1") is None
     assert seconds(WATCHDOG_USEC="x") is None
-
-
-RANDOM = np.random.default_rng(7)
-SYSTEM = RANDOM.integers(0, 288, 100).tolist()
-ASKED = [[*SYSTEM, *RANDOM.integers(0, 288, 9).tolist()] for _ in range(4)]
-OPTIONS = {"max_new_tokens": 12, "ignore_eos": True, "temperature": 0.9, "seed": 3}
 
 
 @pytest.fixture(scope="module")
@@ -513,8 +503,7 @@ def test_a_server_shares_beginnings(pool, tmp_path):
             for model in pool.models:
                 model.forget()
         client.close()
-    cached = [a.usage.prompt_tokens_details.cached_tokens for a in answers]
-    assert cached == [0, 0, 100]
+    assert [a.usage.prompt_tokens_details.cached_tokens for a in answers] == [0, 0, 100]
 
 
 def test_where_no_prefix_can_be_kept(pool, tmp_path):

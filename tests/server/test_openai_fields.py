@@ -8,27 +8,16 @@ import httpx
 import pytest
 from openai import BaseModel
 from openai.types import Completion, CompletionChoice, CompletionUsage, Model
+from openai.types import chat as module
 from openai.types.audio import Transcription, TranscriptionSegment, TranscriptionVerbose
-from openai.types.chat import (
-    ChatCompletion,
-    ChatCompletionChunk,
-    ChatCompletionMessage,
-    ChatCompletionTokenLogprob,
-    chat_completion,
-    chat_completion_chunk,
-)
 from openai.types.chat.chat_completion_token_logprob import TopLogprob
 from openai.types.completion_choice import Logprobs
 from openai.types.completion_usage import CompletionTokensDetails, PromptTokensDetails
 from openai.types.shared import ErrorObject
 
-from jetdraft import Pool
-from jetdraft.runtime.measured.stats import Stats
-from jetdraft.runtime.piece import Result
-from jetdraft.server import Limits
-from jetdraft.server.app import Service
+from jetdraft import Pool, Result, Stats
+from jetdraft.server import Limits, app, reply
 from jetdraft.server.generation_request import GenerationRequest
-from jetdraft.server.reply import Reply
 from tests import whispers
 from tests.server.serving import served
 from tests.server.test_api import HELLO, PROMPT, READ_SENSOR
@@ -36,17 +25,17 @@ from tests.server.test_api import HELLO, PROMPT, READ_SENSOR
 WHOLE = "id choices created model object system_fingerprint "
 TOKEN = "token logprob bytes "
 ALWAYS = {
-    ChatCompletion: WHOLE + "service_tier usage",
-    chat_completion.Choice: "finish_reason index message logprobs",
-    chat_completion.ChoiceLogprobs: "content refusal",
-    ChatCompletionMessage: "role content refusal",
-    ChatCompletionTokenLogprob: TOKEN + "top_logprobs",
+    module.ChatCompletion: WHOLE + "service_tier usage",
+    module.chat_completion.Choice: "finish_reason index message logprobs",
+    module.chat_completion.ChoiceLogprobs: "content refusal",
+    module.ChatCompletionMessage: "role content refusal",
+    module.ChatCompletionTokenLogprob: TOKEN + "top_logprobs",
     TopLogprob: TOKEN,
-    ChatCompletionChunk: WHOLE + "service_tier",
-    chat_completion_chunk.Choice: "delta finish_reason index logprobs",
-    chat_completion_chunk.ChoiceLogprobs: "content refusal",
-    chat_completion_chunk.ChoiceDeltaToolCall: "index function",
-    chat_completion_chunk.ChoiceDeltaToolCallFunction: "arguments",
+    module.ChatCompletionChunk: WHOLE + "service_tier",
+    module.chat_completion_chunk.Choice: "delta finish_reason index logprobs",
+    module.chat_completion_chunk.ChoiceLogprobs: "content refusal",
+    module.chat_completion_chunk.ChoiceDeltaToolCall: "index function",
+    module.chat_completion_chunk.ChoiceDeltaToolCallFunction: "arguments",
     Completion: WHOLE,
     CompletionChoice: "finish_reason index logprobs text",
     Logprobs: "text_offset token_logprobs tokens top_logprobs",
@@ -67,13 +56,11 @@ ALWAYS = {
 TOOL_CALL = {"tools": [READ_SENSOR], "tool_choice": "required", "seed": 1}
 NEVER_DONE = {"max_tokens": 2, "ignore_eos": True}
 CHATS = {
-    "stop": {},
-    "length": NEVER_DONE,
-    "tool_calls": TOOL_CALL,
+    "stop": {}, "length": NEVER_DONE, "tool_calls": TOOL_CALL,
     "logprobs": {"logprobs": True, "top_logprobs": 2},
     "logprobs of a call": {**TOOL_CALL, "logprobs": True},
     "drafted": {"include_drafted": True},
-}
+}  # fmt: skip
 TEXTS = {
     "length": {},
     "stop": {"stop": ["."], "max_tokens": 100},
@@ -134,8 +121,7 @@ def streamed(address, path, body, usage: bool) -> list[dict]:
 def test_a_chat(address, case):
     body = {"messages": HELLO, **CHATS[case]}
     whole = post(address, "chat/completions", body)
-    answer = checked(ChatCompletion, whole, ours_of(body))
-    (choice,) = answer.choices
+    (choice,) = checked(module.ChatCompletion, whole, ours_of(body)).choices
     calls = choice.message.tool_calls or []
     assert bool(calls) == ("tools" in body) == (choice.finish_reason == "tool_calls")
     assert (choice.finish_reason == "length") == (case == "length")
@@ -151,11 +137,10 @@ def test_a_streamed_chat(address, case, usage):
     body = {"messages": HELLO, **CHATS[case]}
     whole = post(address, "chat/completions", body)["choices"][0]
     chunks = [
-        checked(ChatCompletionChunk, chunk, ours_of(body))
+        checked(module.ChatCompletionChunk, chunk, ours_of(body))
         for chunk in streamed(address, "chat/completions", body, usage)
     ]
-    head = {(c.id, c.created, c.model, c.system_fingerprint) for c in chunks}
-    assert len(head) == 1
+    assert len({(c.id, c.created, c.model, c.system_fingerprint) for c in chunks}) == 1
     first, *middle, last = (chunk.choices[0] for chunk in chunks if chunk.choices)
     assert first.delta.model_fields_set == {"role", "content", "refusal"}
     assert last.delta.model_fields_set == set()
@@ -230,7 +215,7 @@ def test_a_text_that_was_cut_has_no_finish_reason(reason):
     stats = Stats("none", exact=True, prompt_tokens=1)
     stats.finish_reason = reason
     with pytest.raises(KeyError):
-        Reply(request, "toy", None, "fp").complete([Result.of([], stats, False)])
+        reply.Reply(request, "toy", None, "fp").complete([Result.of([], stats, False)])
 
 
 def test_models(address):
@@ -248,15 +233,14 @@ def test_models(address):
 
 def test_errors(address):
     chat = "v1/chat/completions"
-    answers = [
+    for answer in [
         httpx.post(f"{address}/{chat}", json={"messages": []}),
         httpx.post(f"{address}/{chat}", json={"messages": HELLO, "model": "x"}),
         httpx.post(f"{address}/{chat}", content=b"{"),
         httpx.get(f"{address}/{chat}"),
         httpx.get(f"{address}/v1/models/x"),
         httpx.get(f"{address}/v3"),
-    ]
-    for answer in answers:
+    ]:
         assert answer.json().keys() == {"error"}
         checked(ErrorObject, answer.json()["error"])
 
@@ -264,9 +248,8 @@ def test_errors(address):
 def test_transcripts(whisper):
     sound = whispers.wav(whispers.sound(2.5))
     with Pool(whisper / "bundle", 1, threads=1) as pool:
-        model = pool.models[0].twin()
-        wanted = model.transcribe(sound, language="en", logprobs=0)
-        with served(Service(pool, "whisper", Limits())) as address:
+        wanted = pool.models[0].twin().transcribe(sound, language="en", logprobs=0)
+        with served(app.Service(pool, "whisper", Limits())) as address:
 
             def heard(form):
                 return httpx.post(

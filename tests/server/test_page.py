@@ -96,8 +96,7 @@ def test_what_goes_wrong_is_shown(browser, service, address):
     Select(of(browser, "mode")).select_by_value("text")
     of(browser, "run").click()
     wait(browser, lambda: "empty" in of(browser, "error").text)
-    locked = Service(service.pool, "toy", api_key="sesame")
-    with served(locked) as elsewhere:
+    with served(Service(service.pool, "toy", api_key="sesame")) as elsewhere:
         browser.get(elsewhere)
         wait(browser, lambda: "API key" in of(browser, "error").text)
         fill(browser, "key", "sesame")

@@ -18,6 +18,7 @@ from jetdraft.cli import main
 from jetdraft.runtime.text.codec import TextCodec
 from jetdraft.server.app import Service
 from jetdraft.server.connection import host_name, is_loopback
+from tests import cases
 from tests.programs import assert_refused
 from tests.runtime.text.test_tools import tool
 from tests.runtime.text.test_worker import FOREVER, is_alive, workers
@@ -28,6 +29,16 @@ GOOD = {"model": "toy", "prompt": "a", "max_tokens": 2}
 CHAT = {"model": "toy", "messages": [{"role": "user", "content": "a"}]}
 WRONG = tool({"type": "strung"}, "g")
 TOOL = {"type": "function", "function": {"name": "f"}}
+MALFORMED = (
+    "ev{il.example", 'ev"il.example', "evil^.example", "evil.example:99999",
+    "evil.example:x", "a b", "", "localhost:", "localhost:80:80", "[::1", "::1",
+    "localhost/", "localhost@evil.example", "localhost,evil.example", "loc\xe4lhost",
+)  # fmt: skip
+FOREIGN = ("evil.example", "localhost.evil.example", "[2001:db8::1]", "10.0.0.1:80")
+OWN = ("localhost", "LOCALHOST:1".lower(), "127.0.0.1:8080", "[::1]:8080", "127.0.0.9")
+BRIEF = {"model": "toy", "prompt": "a", "max_tokens": 4, "temperature": 0}
+PROPERTIES = {f"name{i}": {"type": "string"} for i in range(10_000)}
+PATTERN = {"type": "string", "pattern": "^" + "(ab|cd)?" * 50_000 + "$"}
 
 
 def call(**changes):
@@ -56,58 +67,53 @@ def assert_error(response, status, words):
     assert "\n" not in error(response)["message"]
 
 
-@pytest.mark.parametrize(
-    ("body", "words"),
-    [
-        ("", "not JSON"),
-        ("{", "not JSON"),
-        (b"\xff\xfe", "not JSON"),
-        ("[" * 9000, "not JSON"),
-        ("[]", "must be a JSON object"),
-        ({"model": "toy"}, "give a prompt"),
-        ({**GOOD, "prompt": ["a"] * 65}, "at most 64 prompts"),
-        ({**GOOD, "prompt": ["a", 5]}, "give a prompt"),
-        ({**GOOD, "prompt": [1.5]}, "give a prompt"),
-        ({**GOOD, "prompt": [999_999]}, "vocabulary"),
-        ({**GOOD, "prompt": ""}, "empty"),
-        ({**GOOD, "prompt": "a b " * 500}, "capacity"),
-        ({**GOOD, "temperatur": 1}, "unknown field 'temperatur'"),
-        ({**GOOD, "temperature": "hot"}, "temperature 'hot'"),
-        ({**GOOD, "temperature": -1}, "out of range"),
-        ({**GOOD, "max_tokens": -1}, "gives 1 to 400"),
-        ({**GOOD, "n": 9}, "n 9 is out of range; this server gives 1 to 8"),
-        ({**GOOD, "n": 2, "best_of": 3}, "best_of can only be n"),
-        ({**GOOD, "prompt": ["a"] * 64, "n": 8, "max_tokens": 400}, "more than 131072"),
-        ({**GOOD, "echo": True, "logprobs": 1}, "echo gives no logprobs"),
-        ({**GOOD, "suffix": "b"}, "suffix needs a model that fills gaps"),
-        ({**GOOD, "modalities": ["audio"]}, "modalities is not supported"),
-        ({**GOOD, "guided_json": {}}, "guided_json is not supported"),
-        ({**GOOD, "prediction": "a"}, 'prediction must be {"type": "content"'),
-        ({**GOOD, "stream": "yes"}, "neither true nor false"),
-        ({**GOOD, "stop": ""}, "stop string is empty"),
-        ({**GOOD, "stop": [1]}, "not a list of texts"),
-        ({**GOOD, "stop": 5}, "not a list of texts"),
-        ({**GOOD, "logit_bias": {"a": 1}}, "must be an object from token ids"),
-        ({**GOOD, "logit_bias": {"999999": 1}}, "outside the vocabulary"),
-        ({**GOOD, "max_seconds": "x"}, "max_seconds"),
-        ({**GOOD, "max_tokens": "x"}, "max_tokens 'x' is out of range"),
-        ({**GOOD, "max_tokens": 0}, "max_tokens 0 is out of range"),
-        ({**GOOD, "method": "stream"}, "no method 'stream'"),
-        ({**GOOD, "regex": "a(b"}, "character 2"),
-        ({**GOOD, "regex": "\udc80"}, "lone surrogate"),
-        ({**GOOD, "\udc80": 1}, "lone surrogate"),
-        ({**GOOD, "logit_bias": [[1, 1]]}, "must be an object from token ids"),
-        ('{"prompt": "a", "logit_bias": [[Infinity, 1]]}', "not JSON"),
-        ('{"prompt": "a", "logit_bias": {"5": %s}}' % ("9" * 400), "not JSON"),
-        ('{"prompt": "a", "temperature": 1e999}', "not JSON"),
-        ({**GOOD, "logit_bias": {"5": 1e300}}, "not a number of 32 bits"),
-        ({**GOOD, "stop": ["a"] * 17}, "stop has 17 texts"),
-        ({**GOOD, "stop": "a" * 1001}, "stop has 1 texts of up to 1001 characters"),
-        ({**GOOD, "json_schema": {"properties": {"\ud800": {}}}}, "surrogate"),
-        ({**GOOD, "response_format": {"type": "xml"}}, "json_schema"),
-        ({**GOOD, "json_schema": {"type": "x"}, "regex": "a"}, "exclude each other"),
-    ],
-)
+@cases(
+    "body, words",
+    ("", "not JSON"), ("{", "not JSON"), (b"\xff\xfe", "not JSON"),
+    ("[" * 9000, "not JSON"), ("[]", "must be a JSON object"),
+    ({"model": "toy"}, "give a prompt"),
+    ({**GOOD, "prompt": ["a"] * 65}, "at most 64 prompts"),
+    ({**GOOD, "prompt": ["a", 5]}, "give a prompt"),
+    ({**GOOD, "prompt": [1.5]}, "give a prompt"),
+    ({**GOOD, "prompt": [999_999]}, "vocabulary"),
+    ({**GOOD, "prompt": ""}, "empty"),
+    ({**GOOD, "prompt": "a b " * 500}, "capacity"),
+    ({**GOOD, "temperatur": 1}, "unknown field 'temperatur'"),
+    ({**GOOD, "temperature": "hot"}, "temperature 'hot'"),
+    ({**GOOD, "temperature": -1}, "out of range"),
+    ({**GOOD, "max_tokens": -1}, "gives 1 to 400"),
+    ({**GOOD, "n": 9}, "n 9 is out of range; this server gives 1 to 8"),
+    ({**GOOD, "n": 2, "best_of": 3}, "best_of can only be n"),
+    ({**GOOD, "prompt": ["a"] * 64, "n": 8, "max_tokens": 400}, "more than 131072"),
+    ({**GOOD, "echo": True, "logprobs": 1}, "echo gives no logprobs"),
+    ({**GOOD, "suffix": "b"}, "suffix needs a model that fills gaps"),
+    ({**GOOD, "modalities": ["audio"]}, "modalities is not supported"),
+    ({**GOOD, "guided_json": {}}, "guided_json is not supported"),
+    ({**GOOD, "prediction": "a"}, 'prediction must be {"type": "content"'),
+    ({**GOOD, "stream": "yes"}, "neither true nor false"),
+    ({**GOOD, "stop": ""}, "stop string is empty"),
+    ({**GOOD, "stop": [1]}, "not a list of texts"),
+    ({**GOOD, "stop": 5}, "not a list of texts"),
+    ({**GOOD, "logit_bias": {"a": 1}}, "must be an object from token ids"),
+    ({**GOOD, "logit_bias": {"999999": 1}}, "outside the vocabulary"),
+    ({**GOOD, "max_seconds": "x"}, "max_seconds"),
+    ({**GOOD, "max_tokens": "x"}, "max_tokens 'x' is out of range"),
+    ({**GOOD, "max_tokens": 0}, "max_tokens 0 is out of range"),
+    ({**GOOD, "method": "stream"}, "no method 'stream'"),
+    ({**GOOD, "regex": "a(b"}, "character 2"),
+    ({**GOOD, "regex": "\udc80"}, "lone surrogate"),
+    ({**GOOD, "\udc80": 1}, "lone surrogate"),
+    ({**GOOD, "logit_bias": [[1, 1]]}, "must be an object from token ids"),
+    ('{"prompt": "a", "logit_bias": [[Infinity, 1]]}', "not JSON"),
+    ('{"prompt": "a", "logit_bias": {"5": %s}}' % ("9" * 400), "not JSON"),
+    ('{"prompt": "a", "temperature": 1e999}', "not JSON"),
+    ({**GOOD, "logit_bias": {"5": 1e300}}, "not a number of 32 bits"),
+    ({**GOOD, "stop": ["a"] * 17}, "stop has 17 texts"),
+    ({**GOOD, "stop": "a" * 1001}, "stop has 1 texts of up to 1001 characters"),
+    ({**GOOD, "json_schema": {"properties": {"\ud800": {}}}}, "surrogate"),
+    ({**GOOD, "response_format": {"type": "xml"}}, "json_schema"),
+    ({**GOOD, "json_schema": {"type": "x"}, "regex": "a"}, "exclude each other"),
+)  # fmt: skip
 def test_wrong_completions(address, body, words):
     assert_error(post(address, body), 400, words)
 
@@ -147,47 +153,45 @@ def test_wrong_chats(address, changes, words, stream):
     assert_error(post(address, body, "chat/completions"), 400, words)
 
 
-@pytest.mark.parametrize(
-    ("fields", "place", "words"),
-    [
-        ({"role": "usr"}, "role", "must be one of system, developer, user, assistant,"),
-        ({"role": "function"}, "role", "must be one of"),
-        ({"role": 5}, "role", "with a role"),
-        ({"role": "user", "content": None}, "content", "must be a text or a list"),
-        ({"role": "system", "content": 7}, "content", "must be a text or a list"),
-        ({"content": ["a"]}, "content[0]", "must be a part"),
-        ({"content": [{"type": "text"}]}, "content[0]", "must be a part"),
-        (
-            {"content": [{"type": "text", "text": "a"}, {"type": "image_url"}]},
-            "content[1]",
-            'a part {"type": "text", "text": "..."}',
-        ),
-        ({"name": 5}, "name", "must be a text"),
-        ({"refusal": ["no"]}, "refusal", "must be a text"),
-        ({"role": "tool"}, "tool_call_id", "the id of the call that is answered"),
-        ({"role": "tool", "tool_call_id": 5}, "tool_call_id", "must be a text"),
-        ({"audio": {"id": "a"}}, "audio", "is not supported; give content"),
-        (
-            {"function_call": {"name": "f", "arguments": "{}"}},
-            "function_call",
-            "is not supported; give tool_calls",
-        ),
-        ({"tool_calls": {}}, "tool_calls", "must be a list of calls"),
-        ({"tool_calls": [5]}, "tool_calls[0]", 'must be {"id": "..."'),
-        ({"tool_calls": [call(name=None)]}, "tool_calls[0]", "must be {"),
-        ({"tool_calls": [{**call(), "id": 5}]}, "tool_calls[0]", "must be {"),
-        ({"tool_calls": [{"function": {"name": "f"}}]}, "tool_calls[0]", "must be {"),
-        (
-            {"tool_calls": [call(), call(arguments="{")]},
-            "tool_calls[1].function.arguments",
-            "is not JSON",
-        ),
-        (
-            {"tool_calls": [call(arguments="[1]")]},
-            "tool_calls[0].function.arguments",
-            "must be the text of a JSON object",
-        ),
-    ],
+@cases(
+    "fields, place, words",
+    ({"role": "usr"}, "role", "must be one of system, developer, user, assistant,"),
+    ({"role": "function"}, "role", "must be one of"),
+    ({"role": 5}, "role", "with a role"),
+    ({"role": "user", "content": None}, "content", "must be a text or a list"),
+    ({"role": "system", "content": 7}, "content", "must be a text or a list"),
+    ({"content": ["a"]}, "content[0]", "must be a part"),
+    ({"content": [{"type": "text"}]}, "content[0]", "must be a part"),
+    (
+        {"content": [{"type": "text", "text": "a"}, {"type": "image_url"}]},
+        "content[1]",
+        'a part {"type": "text", "text": "..."}',
+    ),
+    ({"name": 5}, "name", "must be a text"),
+    ({"refusal": ["no"]}, "refusal", "must be a text"),
+    ({"role": "tool"}, "tool_call_id", "the id of the call that is answered"),
+    ({"role": "tool", "tool_call_id": 5}, "tool_call_id", "must be a text"),
+    ({"audio": {"id": "a"}}, "audio", "is not supported; give content"),
+    (
+        {"function_call": {"name": "f", "arguments": "{}"}},
+        "function_call",
+        "is not supported; give tool_calls",
+    ),
+    ({"tool_calls": {}}, "tool_calls", "must be a list of calls"),
+    ({"tool_calls": [5]}, "tool_calls[0]", 'must be {"id": "..."'),
+    ({"tool_calls": [call(name=None)]}, "tool_calls[0]", "must be {"),
+    ({"tool_calls": [{**call(), "id": 5}]}, "tool_calls[0]", "must be {"),
+    ({"tool_calls": [{"function": {"name": "f"}}]}, "tool_calls[0]", "must be {"),
+    (
+        {"tool_calls": [call(), call(arguments="{")]},
+        "tool_calls[1].function.arguments",
+        "is not JSON",
+    ),
+    (
+        {"tool_calls": [call(arguments="[1]")]},
+        "tool_calls[0].function.arguments",
+        "must be the text of a JSON object",
+    ),
 )
 def test_a_wrong_message_is_named_with_its_field(address, fields, place, words):
     wrong = {"role": "assistant", "content": "b", **fields}
@@ -198,20 +202,16 @@ def test_a_wrong_message_is_named_with_its_field(address, fields, place, words):
     assert answer["param"] == f"messages[1].{place}"
 
 
-@pytest.mark.parametrize(
+@cases(
     "fields",
-    [
-        {"tool_calls": []},
-        {"tool_calls": None, "content": None},
-        {"content": None, "tool_calls": [{**call(), "id": "call_1"}]},
-        {"content": [], "refusal": None, "audio": None, "function_call": None},
-        {"content": [{"type": "refusal", "refusal": "b"}], "annotations": []},
-        {"name": "ann", "refusal": "no", "tool_calls": [call(arguments={"a": 5})]},
-        {"role": "tool", "tool_call_id": "call_1", "content": ""},
-        {"role": "developer", "name": "ann"},
-    ],
-    ids=str,
-)
+    {"tool_calls": []}, {"tool_calls": None, "content": None},
+    {"content": None, "tool_calls": [{**call(), "id": "call_1"}]},
+    {"content": [], "refusal": None, "audio": None, "function_call": None},
+    {"content": [{"type": "refusal", "refusal": "b"}], "annotations": []},
+    {"name": "ann", "refusal": "no", "tool_calls": [call(arguments={"a": 5})]},
+    {"role": "tool", "tool_call_id": "call_1", "content": ""},
+    {"role": "developer", "name": "ann"}, ids=str,
+)  # fmt: skip
 def test_what_is_harmless_in_a_message_is_taken(address, fields):
     taken = {"role": "assistant", "content": "b", **fields}
     body = {**CHAT, "messages": [*CHAT["messages"], taken], "max_tokens": 1}
@@ -263,8 +263,7 @@ def test_codes_and_params(service, address):
     assert (answer["code"], answer["param"]) == (None, "top_p")
     answer = error(post(address, {**GOOD, "max_tokens": 0}))
     assert answer["param"] == "max_tokens"
-    locked = Service(service.pool, "toy", api_key="sesame")
-    with served(locked) as other:
+    with served(Service(service.pool, "toy", api_key="sesame")) as other:
         assert error(post(other, GOOD))["code"] == "invalid_api_key"
 
 
@@ -328,8 +327,7 @@ def test_a_body_that_does_not_come(address, monkeypatch):
 
 
 def test_keys(service):
-    locked = Service(service.pool, "toy", api_key="sesame")
-    with served(locked) as address:
+    with served(Service(service.pool, "toy", api_key="sesame")) as address:
         for given in ({}, {"Authorization": "Bearer x"}, {"Authorization": "sesam"}):
             assert_error(post(address, GOOD, **given), 401, "API key")
             for path in ("v1/models", "v1/models/toy", "metrics"):
@@ -345,19 +343,9 @@ def test_who_can_reach_an_address():
     assert not any(is_loopback(host) for host in ("0.0.0.0", "::", "192.168.0.1", "pi"))
 
 
-MALFORMED = (
-    "ev{il.example", 'ev"il.example', "evil^.example", "evil.example:99999",
-    "evil.example:x", "a b", "", "localhost:", "localhost:80:80", "[::1", "::1",
-    "localhost/", "localhost@evil.example", "localhost,evil.example", "loc\xe4lhost",
-)  # fmt: skip
-FOREIGN = ("evil.example", "localhost.evil.example", "[2001:db8::1]", "10.0.0.1:80")
-OWN = ("localhost", "LOCALHOST:1".lower(), "127.0.0.1:8080", "[::1]:8080", "127.0.0.9")
-
-
 def ask(address, host):
     with connect(address) as line:
-        named = request(GOOD).replace(b"localhost", host.encode("latin-1"))
-        line.sendall(named)
+        line.sendall(request(GOOD).replace(b"localhost", host.encode("latin-1")))
         line.shutdown(socket.SHUT_WR)
         return int(read(line).replace(b"HTTP/1.1 100 Continue\r\n\r\n", b"")[9:12])
 
@@ -375,8 +363,7 @@ def test_a_request_without_a_host_is_refused(address):
 
 def test_hosts_are_parsed():
     assert [host_name(host) for host in MALFORMED] == [None] * len(MALFORMED)
-    assert host_name("robot.local:80") == "robot.local"
-    assert host_name("[::1]") == "::1"
+    assert (host_name("robot.local:80"), host_name("[::1]")) == ("robot.local", "::1")
 
 
 @pytest.mark.parametrize("key", ["", " key", "a key", "key\n", "schlüssel"])
@@ -389,11 +376,6 @@ def test_keys_that_nobody_could_send(tmp_path, key, by_environment):
     assert_refused(result, "the API key")
 
 
-BRIEF = {"model": "toy", "prompt": "a", "max_tokens": 4, "temperature": 0}
-PROPERTIES = {f"name{i}": {"type": "string"} for i in range(10_000)}
-PATTERN = {"type": "string", "pattern": "^" + "(ab|cd)?" * 50_000 + "$"}
-
-
 @pytest.fixture(scope="module")
 def limited(toy):
     with started(toy, "--models", 2, "--drain", 2, "--name", "toy") as (_, address):
@@ -401,8 +383,7 @@ def limited(toy):
 
 
 def timed(address, body, path="/v1/completions"):
-    start = time.monotonic()
-    connection = send(address, body, path)
+    start, connection = time.monotonic(), send(address, body, path)
     answer = connection.getresponse()
     found = answer.status, json.loads(answer.read())
     connection.close()
@@ -438,25 +419,23 @@ def test_a_grammar_that_never_ends_is_answered_in_time(limited):
     assert timed(limited, {**BRIEF, "regex": "yes"})[1]["choices"][0]["text"] == "yes"
 
 
-@pytest.mark.parametrize(
-    ("path", "more", "param"),
-    [
-        ("completions", {"regex": "a" * 64_001}, "regex"),
-        ("completions", {"json_schema": PATTERN}, "json_schema"),
-        ("completions", {"json_schema": json.dumps(PATTERN)}, "json_schema"),
-        ("completions", {"json_schema": {"properties": PROPERTIES}}, "json_schema"),
-        ("chat/completions", {"tools": [tool({"properties": PROPERTIES})]}, "tools"),
-        (
-            "chat/completions",
-            {
-                "response_format": {
-                    "type": "json_schema",
-                    "json_schema": {"schema": {"properties": PROPERTIES}},
-                }
-            },
-            "response_format",
-        ),
-    ],
+@cases(
+    "path, more, param",
+    ("completions", {"regex": "a" * 64_001}, "regex"),
+    ("completions", {"json_schema": PATTERN}, "json_schema"),
+    ("completions", {"json_schema": json.dumps(PATTERN)}, "json_schema"),
+    ("completions", {"json_schema": {"properties": PROPERTIES}}, "json_schema"),
+    ("chat/completions", {"tools": [tool({"properties": PROPERTIES})]}, "tools"),
+    (
+        "chat/completions",
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"schema": {"properties": PROPERTIES}},
+            }
+        },
+        "response_format",
+    ),
 )
 def test_schemas_and_tools_have_the_limit_of_grammars(limited, path, more, param):
     body = {"messages": [{"role": "user", "content": "a"}], **BRIEF, **more}

@@ -86,13 +86,11 @@ def test_each_kind_of_bundle_for_each_provider(bundles, made, provider):
 
 def test_a_bundle_for_cuda_takes_the_fast_paths(bundles):
     by_file = {one.file: one for one in forecasts(bundles["cuda"], "cuda")}
-    chain, tree = by_file["target.onnx"], by_file["target-tree.onnx"]
-    assert (
-        (chain.copies, chain.no_capture) == (tree.copies, tree.no_capture) == ((), "")
-    )
+    line, tree = by_file["target.onnx"], by_file["target-tree.onnx"]
+    assert (line.copies, line.no_capture) == (tree.copies, tree.no_capture) == ((), "")
     fast, slow = (
         {verdict.operator.rpartition(".")[2]: verdict for verdict in one.verdicts}
-        for one in (chain, tree)
+        for one in (line, tree)
     )
     assert fast["GroupQueryAttention"].fate == fast["MatMulNBits"].fate == Fate.FAST
     assert slow["GroupQueryAttention"].fate == Fate.SLOW
@@ -141,13 +139,11 @@ def test_types_and_versions_decide(tmp_path):
 
 def test_what_chooses_at_run_time_cannot_be_captured(tmp_path):
     value = helper.make_tensor_value_info("z", TensorProto.FLOAT, [2, 2])
-    branch = helper.make_graph(
+    part = helper.make_graph(
         [helper.make_node("Relu", ["x"], ["z"])], "branch", [], [value]
     )
     true = numpy_helper.from_array(np.array(True), "yes")
-    node = helper.make_node(
-        "If", ["yes"], ["y"], then_branch=branch, else_branch=branch
-    )
+    node = helper.make_node("If", ["yes"], ["y"], then_branch=part, else_branch=part)
     one = forecast(graph(tmp_path, node, constants=[true]), "cuda")
     assert one.no_capture == "If chooses at run time what runs"
 

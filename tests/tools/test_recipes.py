@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 
 import jetdraft as package
-from jetdraft.bundle import Bundle
+from jetdraft import Bundle, DataError
 from jetdraft.cli.console import ProgressBars
-from jetdraft.errors import DataError
 from tests.programs import assert_refused, jetdraft
 from tests.quant.test_sensitivity import TEXT
 from tests.tiny import llama_config, save_checkpoint, tokenizer
@@ -27,6 +26,11 @@ from tools.texts import SIGNS, WHOLE_TEXT, TextFigures, main, text_figures
 
 recipes = partial(jetdraft, command=command)
 RECIPES = "int4-rtn-b32,int4-gptq-b32,int8-rtn-b32"
+POINTS = {
+    "small": (0.1, 100.0), "beaten": (0.2, 120.0), "exact": (0.01, 400.0),
+    "as good": (0.1, 100.0), "middle": (0.05, 200.0), "larger": (0.05, 210.0),
+}  # fmt: skip
+ENGLISH, RUSSIAN = "the self the 1 2", "да the"
 
 
 @pytest.fixture(scope="module")
@@ -194,16 +198,6 @@ def test_what_is_alone_is_not_compared():
         assert bars(Report("t", None, "x", rows)) == lines
 
 
-POINTS = {
-    "small": (0.1, 100.0),
-    "beaten": (0.2, 120.0),
-    "exact": (0.01, 400.0),
-    "as good": (0.1, 100.0),
-    "middle": (0.05, 200.0),
-    "larger": (0.05, 210.0),
-}
-
-
 @pytest.mark.parametrize(
     ("rises", "front"),
     [(False, [(0.01, 400.0), (0.05, 200.0), (0.1, 100.0)]), (True, [(0.01, 400.0)])],
@@ -214,8 +208,7 @@ def test_the_front_has_the_points_that_no_point_beats(rises, front):
 
 def test_a_picture_names_each_point_once(tmp_path, monkeypatch):
     figure = pytest.importorskip("matplotlib.figure").Figure
-    drawn = []
-    save = figure.savefig
+    drawn, save = [], figure.savefig
     monkeypatch.setattr(
         figure,
         "savefig",
@@ -246,13 +239,9 @@ def test_a_model_agrees_with_itself(bundle, model):
     other = package.load(bundle, threads=1)
     windows = [list(range(1, 100)), [5, 6, 7]]
     quality = compare(model.parts.target, other.parts.target, windows)
-    assert quality.kl_mean == 0.0
-    assert quality.top1_agreement == 1.0
+    assert (quality.kl_mean, quality.top1_agreement) == (0.0, 1.0)
     assert quality.counted == 98 + 2
     assert model.parts.target.cache.length == 0
-
-
-ENGLISH, RUSSIAN = "the self the 1 2", "да the"
 
 
 @pytest.fixture(scope="module")
@@ -305,8 +294,7 @@ def test_a_script_without_merges_takes_a_token_for_each_byte(file, write):
 
 
 def test_a_draft_vocabulary_covers_the_tokens_that_are_in_it(file, write):
-    the = tokenizer().encode(" the").ids
-    text = write("en", " the the self")
+    the, text = tokenizer().encode(" the").ids, write("en", " the the self")
     row = rows_of(file, text, draft_vocabulary=the)["en", WHOLE_TEXT]
     assert row.coverage == 2 / row.tokens
     assert rows_of(file, text)["en", WHOLE_TEXT].coverage is None
@@ -315,8 +303,7 @@ def test_a_draft_vocabulary_covers_the_tokens_that_are_in_it(file, write):
 def test_the_most_frequent_tokens_are_measured_on_other_text(file, write):
     """The first half repeats a token that the second half lacks."""
     row = rows_of(file, write("en", " the" * 8 + " self" * 8), most_frequent=1)
-    assert row["en", WHOLE_TEXT].tokens == 16
-    assert row["en", WHOLE_TEXT].coverage == 0.0
+    assert (row["en", WHOLE_TEXT].tokens, row["en", WHOLE_TEXT].coverage) == (16, 0.0)
     mixed = rows_of(file, write("en", "д " + " the" * 40), most_frequent=1)
     assert mixed["en", "cyrillic"].coverage is None  # the second half has none
     both = rows_of(file, write("en", " the self" * 8), most_frequent=2)

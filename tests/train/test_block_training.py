@@ -27,6 +27,11 @@ SETTINGS = {
     "diffusion": DiffusionSettings(layers=1, block_rows=3, anchors=6, hidden_size=32),
 }
 TASKS = {"dflash": DFlashTask, "diffusion": DiffusionTask}
+LINE = " ".join(random.Random(4).choices(WORDS, k=14)) + " "
+LONGER = replace(
+    QUICK, steps=250, batch_size=4, sequence_length=64, learning_rate=8e-3,
+    validate_every=250,
+)  # fmt: skip
 
 
 def prepare(target, output, text, kind, options=QUICK, **changes):
@@ -44,8 +49,7 @@ def test_a_dflash_folder_has_the_published_names(target, text, tmp_path):
     run = prepare(target, tmp_path / "out", text, "dflash", half=True)
     fields, tensors = run.task.contents(run, run.weights, None)
     assert fields["architectures"] == ["DFlashDraftModel"]
-    assert fields["block_size"] == 4
-    assert fields["num_target_layers"] == 5
+    assert (fields["block_size"], fields["num_target_layers"]) == (4, 5)
     # Three outputs of five layers, 1 + i * (5 - 4) / 2.
     assert fields["dflash_config"] == {
         "mask_token_id": run.task.config.mask_token,
@@ -132,24 +136,21 @@ def test_many_blocks_in_one_pass_are_the_blocks_alone(target, text, tmp_path, ki
     torch.manual_seed(2)
     ids = torch.randint(1, VOCAB_SIZE, (1, 12))
     states = [torch.randn(1, 12, 64) for _ in run.task.config.taps]
-    logits = torch.randn(1, 12, VOCAB_SIZE)
-    known = torch.ones(1, 12, dtype=torch.bool)
+    logits, known = torch.randn(1, 12, VOCAB_SIZE), torch.ones(1, 12, dtype=torch.bool)
     lesson = Lesson(ids, ids, states, logits, logits, known)
     anchors, shown = torch.tensor([[3, 7, 9]]), torch.tensor([[0, 2, 1]])
     real = torch.ones(1, 3, dtype=torch.bool)
     with torch.no_grad():
-        together = pupil(lesson, Blocks(anchors, shown, real))
+        both = pupil(lesson, Blocks(anchors, shown, real))
         alone = [
             pupil(lesson, Blocks(*(x[:, i : i + 1] for x in (anchors, shown, real))))
             for i in range(3)
         ]
     for name in ("losses", "places", "right", "reached", "accepted"):
         wanted = sum(getattr(sums, name) for sums in alone)
-        torch.testing.assert_close(
-            getattr(together, name), wanted, rtol=0.02, atol=0.05
-        )
+        torch.testing.assert_close(getattr(both, name), wanted, rtol=0.02, atol=0.05)
     # Three guesses behind 3, one behind 9, and one behind 10: the next is outside.
-    assert together.places.tolist() == [3, 1, 1]
+    assert both.places.tolist() == [3, 1, 1]
     later = lesson.ids.clone()
     later[:, 4:] = 1  # what follows an anchor must not change its guesses
     with torch.no_grad():
@@ -184,13 +185,6 @@ def test_the_text_or_the_target_is_the_teacher(target, text, tmp_path):
         lost = -guesses[-1].float().log_softmax(-1)
         wanted = lost[:, 9] if loss == "text" else lost.mean(-1)
         torch.testing.assert_close(sums.losses, wanted, rtol=1e-2, atol=1e-2)
-
-
-LINE = " ".join(random.Random(4).choices(WORDS, k=14)) + " "
-LONGER = replace(
-    QUICK, steps=250, batch_size=4, sequence_length=64, learning_rate=8e-3,
-    validate_every=250,
-)  # fmt: skip
 
 
 @pytest.fixture(scope="module")

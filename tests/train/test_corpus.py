@@ -16,6 +16,7 @@ from jetdraft.runtime.text.template import ChatTemplate
 from jetdraft.train import written_texts
 from jetdraft.train.data import IGNORED, Corpus, Example, collate, split_batch
 from jetdraft.train.written_texts import WrittenTexts, continuations
+from tests import cases
 from tests.tiny import END_OF_TEXT, llama_config, tokenizer
 from tests.train.periodic import write_periodic
 
@@ -25,6 +26,8 @@ TEMPLATE = (
 )
 USER = {"role": "user", "content": "def x"}
 REPLY = {"role": "assistant", "content": "return"}
+END = 0
+PROMPTS = [[5, 7, 9, 11, 2], [8], [30, 31, 32]]
 
 
 def read(tmp_path, *rows, end=(0,), **how):
@@ -59,21 +62,19 @@ def test_a_chat_that_ends_with_the_user_is_to_be_completed(tmp_path):
         read(tmp_path, row, template=template)
 
 
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ({"messages": []}, "is not an object with"),
-        ({"messages": [{"content": "x"}]}, "is not an object with"),
-        ({"messages": "hello"}, "is not an object with"),
-        ({"messages": [USER, {**REPLY, "content": 3}]}, "is not an object with"),
-        ({"prompt": "a"}, "is not an object with"),
-        ({"prompt": "a b c", "completion": ""}, "has an empty completion"),
-        ({"prompt": "a", "completion": "b"}, "has 2 tokens, a sequence needs 5"),
-        ({"completion": "a"}, "is not an object with prompt"),
-        ({"prompt": "a", "completion": 3}, "is not an object with prompt"),
-        ("not json", "is not an object with"),
-        ("[" * 100_000, "is not an object with"),
-    ],
+@cases(
+    "row, message",
+    ({"messages": []}, "is not an object with"),
+    ({"messages": [{"content": "x"}]}, "is not an object with"),
+    ({"messages": "hello"}, "is not an object with"),
+    ({"messages": [USER, {**REPLY, "content": 3}]}, "is not an object with"),
+    ({"prompt": "a"}, "is not an object with"),
+    ({"prompt": "a b c", "completion": ""}, "has an empty completion"),
+    ({"prompt": "a", "completion": "b"}, "has 2 tokens, a sequence needs 5"),
+    ({"completion": "a"}, "is not an object with prompt"),
+    ({"prompt": "a", "completion": 3}, "is not an object with prompt"),
+    ("not json", "is not an object with"),
+    ("[" * 100_000, "is not an object with"),
 )
 def test_lines_that_cannot_be_learned(tmp_path, row, message):
     template = ChatTemplate(TEMPLATE, {})
@@ -91,13 +92,11 @@ def test_lines_of_a_wrong_length(tmp_path):
         read(tmp_path, {"prompt": ""}, prompts_alone=True)
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("x", "the data has 1 of the 5 tokens"),
-        ("", "the data has 0 of the 5 tokens"),
-        (None, "no data file"),
-    ],
+@cases(
+    "content, message",
+    ("x", "the data has 1 of the 5 tokens"),
+    ("", "the data has 0 of the 5 tokens"),
+    (None, "no data file"),
 )
 def test_texts_that_cannot_be_learned(tmp_path, content, message):
     file = tmp_path / "a.txt"
@@ -174,16 +173,10 @@ def test_the_files_are_never_in_memory_together(tmp_path, monkeypatch):
     assert corpus.sha256 == hashlib.sha256(joined).hexdigest()
 
 
-END = 0
-
-
 @pytest.fixture(scope="module")
 def model():
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(llama_config()).eval()
-
-
-PROMPTS = [[5, 7, 9, 11, 2], [8], [30, 31, 32]]
 
 
 def test_a_text_depends_on_its_own_prompt_and_seed_alone(model):
@@ -207,12 +200,10 @@ def test_its_tokens_have_the_models_distribution(model):
     counts = Counter(text[-1] for text in texts)
     with torch.no_grad():
         logits = model(torch.tensor([[5, 7]])).logits[0, -1]
-    expected = draws * logits.double().softmax(-1)
-    often = (expected > 10).nonzero()[:, 0].tolist()
+    wanted = draws * logits.double().softmax(-1)
+    often = (wanted > 10).nonzero()[:, 0].tolist()
     assert len(often) > 10
-    square = sum(
-        (counts[t] - expected[t].item()) ** 2 / expected[t].item() for t in often
-    )
+    square = sum((counts[t] - wanted[t].item()) ** 2 / wanted[t].item() for t in often)
     # Five standard deviations above the mean.
     assert square < len(often) + 5 * (2 * len(often)) ** 0.5
 
@@ -269,16 +260,14 @@ def test_a_stopped_writing_goes_on_after_its_last_shard(texts, whole):
             raise KeyboardInterrupt
         return continuations(*arguments)
 
-    stopped, ticks = replace(texts, write=stopping), []
+    stopped, seen = replace(texts, write=stopping), []
     with pytest.raises(KeyboardInterrupt):
         stopped.complete(examples(10), range(10))
     assert len(list(texts.folder.iterdir())) == 1
-    again = stopped.complete(
-        examples(10), range(10), lambda *state: ticks.append(state)
-    )
+    again = stopped.complete(examples(10), range(10), lambda *state: seen.append(state))
     assert again == whole
     assert len(calls) == 4  # the first shard was not written again
-    assert ticks[-1] == (10, 10)
+    assert seen[-1] == (10, 10)
     replace(texts, identity="another target").complete(examples(1), [0])
     assert len(list(texts.folder.iterdir())) == 4  # beside the three
     texts.delete()

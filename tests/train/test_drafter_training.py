@@ -10,43 +10,20 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, DynamicCache, MistralConfig
 
+from jetdraft import errors
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.streams import UNFINISHED, PromptSettings, StreamSettings
-from jetdraft.errors import (
-    CheckpointError,
-    OptionError,
-    OutputError,
-    PairError,
-    UnsupportedModelError,
-)
 from jetdraft.methods.draft import task as draft_task
-from jetdraft.methods.draft.task import (
-    LOSSES,
-    MAX_READ_SHARE,
-    ModelSettings,
-    ModelTask,
-    advised_config,
-    cost_share,
-    new_config,
-)
+from jetdraft.methods.draft.task import ModelSettings, advised_config, cost_share
 from jetdraft.methods.eagle.task import EagleSettings, EagleTask
 from jetdraft.methods.ppd.task import PpdTask
 from jetdraft.methods.stream.task import StreamTask
-from jetdraft.train import teacher
-from jetdraft.train.heads import unrolled_mask
-from jetdraft.train.prompts import prompt_mask
-from jetdraft.train.run_folder import STATE_FILE
+from jetdraft.train import heads, prompts, run_folder, teacher
 from jetdraft.train.teacher import Lesson
+from tests import tiny
 from tests.programs import assert_refused, succeed
 from tests.programs import jetdraft as run_jetdraft
-from tests.tiny import (
-    SIZES,
-    VOCAB_SIZE,
-    llama_config,
-    save_checkpoint,
-    save_streams,
-    save_tokenizer,
-)
+from tests.tiny import SIZES, VOCAB_SIZE, llama_config, save_checkpoint, save_streams
 from tests.train.periodic import QUICK, interrupt, made, nothing
 
 LAYERS = 4
@@ -54,10 +31,12 @@ SMALL = ModelSettings(layers=1, hidden_size=32)
 LONGER = replace(
     QUICK, steps=100, sequence_length=48, learning_rate=1e-2, validate_every=100
 )
+HEAD = EagleSettings(draft_vocabulary=40, unrolled=3)
+STREAMS = StreamSettings(gamma=3, layers=2, lora_rank=8, prune_rank=2)
 
 
 def prepared(target, output, text, settings=SMALL, options=QUICK):
-    return made(ModelTask, target, output, [text], settings, options)
+    return made(draft_task.ModelTask, target, output, [text], settings, options)
 
 
 def train(*args, report=nothing):
@@ -65,7 +44,7 @@ def train(*args, report=nothing):
     return run, run.run(report)
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss", draft_task.LOSSES)
 def test_a_new_drafter_learns_with_every_loss(target, text, tmp_path, loss):
     seen, settings = [], replace(SMALL, loss=loss)
     options = replace(LONGER, steps=40, batch_size=4, learning_rate=2e-2)
@@ -73,7 +52,7 @@ def test_a_new_drafter_learns_with_every_loss(target, text, tmp_path, loss):
     before, after = seen[0].validation, seen[-1].validation
     assert np.mean(after["agreement"]) > np.mean(before["agreement"]) + 0.3
     assert after["acceptance"][0] > before["acceptance"][0] + 0.1
-    assert not (tmp_path / "out" / STATE_FILE).exists()
+    assert not (tmp_path / "out" / run_folder.STATE_FILE).exists()
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +71,7 @@ def test_a_damaged_map_is_refused(cut, tmp_path):
         (torch.zeros(2, 2).long(), "is no list"),
     ):
         save_file({**tensors, "d2t": name}, file, metadata={"format": "pt"})
-        with pytest.raises(CheckpointError, match=message):
+        with pytest.raises(errors.CheckpointError, match=message):
             Checkpoint.load(str(folder), torch.float32)
 
 
@@ -144,16 +123,16 @@ def test_a_drafter_goes_on_from_a_checkpoint(target, text, tmp_path, cut):
     assert again["loss"] == pytest.approx(figures["loss"], abs=1e-3)
     read = Checkpoint.load(str(tmp_path / "2"), torch.float32)
     assert torch.equal(read.draft_ids, run.task.ids)
-    with pytest.raises(OptionError, match="its own draft vocabulary of 30"):
+    with pytest.raises(errors.OptionError, match="its own draft vocabulary of 30"):
         prepared(target, tmp_path / "3", text, replace(start, draft_vocab=9))
 
 
 def test_a_checkpoint_of_another_tokenizer_is_refused(target, text, tmp_path):
     other = save_checkpoint(tmp_path / "other", llama_config(), tokenizer=False)
-    save_tokenizer(
+    tiny.save_tokenizer(
         other, words=("hello", "world", "nothing", "the", "same", "abcdefgh")
     )
-    with pytest.raises(PairError, match="another tokenizer"):
+    with pytest.raises(errors.PairError, match="another tokenizer"):
         prepared(target, tmp_path / "o", text, ModelSettings(start=str(other)))
 
 
@@ -197,9 +176,9 @@ def test_labels_from_the_disk_teach_the_same(
     assert not list((tmp_path / "labels").glob(".*"))
     monkeypatch.setattr(draft_task, "exact_labels", None)
     assert figures("3", cached) == first
-    with pytest.raises(OutputError, match="another draft vocabulary"):
+    with pytest.raises(errors.OutputError, match="another draft vocabulary"):
         figures("4", replace(cached, draft_vocab=9))
-    with pytest.raises(OutputError, match="choose another folder"):
+    with pytest.raises(errors.OutputError, match="choose another folder"):
         figures("5", replace(cached, cache_tokens=9))
 
 
@@ -209,7 +188,7 @@ def test_labels_from_the_disk_and_exact_labels_do_not_go_on_from_each_other(
     first_figures(
         target, tmp_path / "out", text, replace(SMALL, cache=tmp_path / "labels")
     )
-    with pytest.raises(OutputError, match=r"other settings \(cache\)"):
+    with pytest.raises(errors.OutputError, match=r"other settings \(cache\)"):
         train(target, tmp_path / "out", text)
     (tmp_path / "labels").rename(tmp_path / "moved")
     moved = replace(SMALL, cache=tmp_path / "moved")
@@ -242,21 +221,21 @@ def test_the_advised_size_is_the_largest_that_is_cheap(tmp_path):
     config = llama_config(
         hidden_size=512, intermediate_size=1536, num_hidden_layers=12, vocab_size=2048
     )
-    checkpoint = Checkpoint.load(
-        str(save_checkpoint(tmp_path / "t", config)), torch.float32
-    )
-    whole = config.to_dict()
-    widths = []
+    base = Checkpoint.load(str(save_checkpoint(tmp_path / "t", config)), torch.float32)
+    whole, widths = config.to_dict(), []
     for draft_vocab in (None, 256):
-        advised = advised_config(checkpoint, None, None, draft_vocab)
-        assert cost_share(advised.to_dict(), whole, draft_vocab) <= MAX_READ_SHARE
+        advised = advised_config(base, None, None, draft_vocab)
+        assert (
+            cost_share(advised.to_dict(), whole, draft_vocab)
+            <= draft_task.MAX_READ_SHARE
+        )
         sizes = advised.num_hidden_layers, advised.hidden_size + 64
-        wider = new_config(checkpoint, *sizes).to_dict()
-        assert cost_share(wider, whole, draft_vocab) > MAX_READ_SHARE
+        wider = draft_task.new_config(base, *sizes).to_dict()
+        assert cost_share(wider, whole, draft_vocab) > draft_task.MAX_READ_SHARE
         widths.append(advised.hidden_size * advised.num_hidden_layers)
     assert widths[1] > widths[0]
-    assert advised_config(checkpoint, 3, None, None).num_hidden_layers == 3
-    assert advised_config(checkpoint, 2, 320, None).hidden_size == 320
+    assert advised_config(base, 3, None, None).num_hidden_layers == 3
+    assert advised_config(base, 2, 320, None).hidden_size == 320
 
 
 def test_steps_and_size_are_advised_and_said(target, text, tmp_path):
@@ -267,9 +246,6 @@ def test_steps_and_size_are_advised_and_said(target, text, tmp_path):
     assert f"{run.parameters} weights, a step at " in line
     assert "(200 a weight, advised 200)" in line
     assert "\n" not in line
-
-
-HEAD = EagleSettings(draft_vocabulary=40, unrolled=3)
 
 
 def prepared_head(target, output, text, settings=HEAD, options=QUICK):
@@ -321,8 +297,7 @@ def test_unrolled_steps_are_those_of_a_draft(target, text, tmp_path):
     with torch.no_grad():
         predictions = run.task.predictions(head, lesson, learns=False)
         steps = [logits[0, slot] for _, logits in predictions]
-        cache = DynamicCache()
-        positions = torch.arange(slot + 1)[None]
+        cache, positions = DynamicCache(), torch.arange(slot + 1)[None]
         hidden, carried = head(
             ids[:, 1 : slot + 2], features[:, : slot + 1], positions, cache
         )
@@ -333,7 +308,7 @@ def test_unrolled_steps_are_those_of_a_draft(target, text, tmp_path):
             hidden, carried = head(token, carried[:, -1:], position, cache)
             drafted.append(head.lm_head(hidden)[0, -1])
     torch.testing.assert_close(torch.stack(steps), torch.stack(drafted))
-    assert unrolled_mask(3, 1, features).shape == (1, 1, 3, 6)
+    assert heads.unrolled_mask(3, 1, features).shape == (1, 1, 3, 6)
 
 
 def test_states_from_the_disk_teach_the_same(target, text, tmp_path, monkeypatch):
@@ -349,12 +324,12 @@ def test_states_from_the_disk_teach_the_same(target, text, tmp_path, monkeypatch
     assert not list((tmp_path / "states").glob(".*"))
     monkeypatch.setattr(teacher, "compute_states", None)
     assert trained("3", cached)["losses"] == pytest.approx(figures["losses"], rel=1e-2)
-    with pytest.raises(OutputError, match="other taps"):
+    with pytest.raises(errors.OutputError, match="other taps"):
         trained("4", replace(cached, taps=(1, 2, 3)))
 
 
 def test_members_see_their_own_kind_only():
-    mask = prompt_mask(torch.tensor([[1, 3]]), 4, PromptSettings(2, 2))
+    mask = prompts.prompt_mask(torch.tensor([[1, 3]]), 4, PromptSettings(2, 2))
     first, second = [1, 1, 0, 0], [1, 1, 1, 1]
     assert mask[0, 0].int().tolist() == [
         [*first, 1, 0, 0, 0, 0, 0, 0, 0], [*first, 0, 1, 0, 0, 0, 0, 0, 0],
@@ -410,8 +385,7 @@ def _assert_exports_refused(out, bundle):
         refused = run_jetdraft("export", out, "-o", bundle)
         assert_refused(refused, "does not fit streams.json")
     save_file(embeddings, weights)
-    own = model.read_bytes()
-    config = llama_config(num_hidden_layers=4)
+    own, config = model.read_bytes(), llama_config(num_hidden_layers=4)
     other = save_checkpoint(out.parent / "other", config, seed=9)
     model.write_bytes((other / "model.safetensors").read_bytes())
     refused = run_jetdraft("export", out, "-o", bundle)
@@ -423,11 +397,8 @@ def _assert_exports_refused(out, bundle):
 def test_a_target_with_windows_is_refused(text, tmp_path):
     config = MistralConfig(**SIZES, sliding_window=16)
     folder = save_checkpoint(tmp_path / "windows", config)
-    with pytest.raises(UnsupportedModelError, match="windows"):
+    with pytest.raises(errors.UnsupportedModelError, match="windows"):
         made(PpdTask, str(folder), tmp_path / "out", [text])
-
-
-STREAMS = StreamSettings(gamma=3, layers=2, lora_rank=8, prune_rank=2)
 
 
 @pytest.fixture(scope="module")
@@ -455,8 +426,7 @@ def test_lossless_training_leaves_the_main_rows_alone(tuned, text, tmp_path):
     run = made(StreamTask, tuned, folder, [text], STREAMS, QUICK)
     run.run(reports.append)
     seen = [r.validation["main_loss"] for r in reports if r.validation]
-    assert len(seen) == 3
-    assert len(set(seen)) == 1
+    assert (len(seen), len(set(seen))) == (3, 1)
     described = json.loads((folder / "streams.json").read_text())
     assert described["positions"] == "row + stream"
     assert described["parameters"] == run.task.counts(run)
@@ -466,6 +436,6 @@ def test_lossless_training_leaves_the_main_rows_alone(tuned, text, tmp_path):
 def test_a_target_with_streams_is_refused(text, tmp_path):
     folder = save_checkpoint(tmp_path / "target", llama_config())
     save_streams(folder, StreamSettings(gamma=2, layers=1, lora_rank=4))
-    with pytest.raises(CheckpointError, match="already has streams"):
+    with pytest.raises(errors.CheckpointError, match="already has streams"):
         made(StreamTask, str(folder), tmp_path / "more", [text], STREAMS, QUICK)
     assert not (tmp_path / "more").exists()

@@ -14,17 +14,10 @@ from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.streams import SHARED, StreamSettings
 from jetdraft.learning.lessons import Lesson
 from jetdraft.methods.stream.task import STREAM_WEIGHT, StreamTask, compute_losses
+from jetdraft.train import labels as module
 from jetdraft.train.attention import IMPLEMENTATION
 from jetdraft.train.data import IGNORED, Example, collate
-from jetdraft.train.labels import (
-    DIVERGENCES,
-    JENSEN_SHANNON,
-    PREDICTED_TOKENS,
-    Labels,
-    add_rest,
-    rates_by_place,
-    tokens_per_pass,
-)
+from jetdraft.train.labels import DIVERGENCES, PREDICTED_TOKENS, Labels, rates_by_place
 from jetdraft.train.students import LessonBatch, compare_missed
 from jetdraft.train.teacher import logits_at
 from tests.tiny import llama_config, save_checkpoint, save_streams
@@ -103,8 +96,7 @@ def masked(streamed, batch):
 
 
 def test_gradients_are_those_of_streams_on_all_rows(streamed):
-    batch = collate(SEQUENCES)
-    gradients = []
+    batch, gradients = collate(SEQUENCES), []
     for loss in (
         lambda: masked(streamed, batch),
         lambda: compute_losses(streamed, batch, GAMMA).total(SHARED, ONES),
@@ -168,10 +160,9 @@ def test_its_gradients_are_those_of_finite_differences(name):
 def test_jensen_shannon_goes_from_one_divergence_to_the_other():
     """For a small beta it is beta times the forward KL; for a large one, the other."""
     wanted, got = pair()
-    js = DIVERGENCES[JENSEN_SHANNON]
+    js = DIVERGENCES[module.JENSEN_SHANNON]
     for beta, other in ((1e-6, "forward-kl"), (1 - 1e-6, "reverse-kl")):
-        small = min(beta, 1 - beta)
-        expected = DIVERGENCES[other](wanted, got, 0.0)
+        small, expected = min(beta, 1 - beta), DIVERGENCES[other](wanted, got, 0.0)
         torch.testing.assert_close(
             js(wanted, got, beta) / small, expected, rtol=1e-2, atol=1e-3
         )
@@ -197,7 +188,10 @@ def test_the_likeliest_tokens_and_the_rest_are_a_bound(name):
     for kept in (1, 4, 8):
         best = wanted.topk(kept, dim=-1)
         labels = Labels(
-            add_rest(best.values), torch.ones(6), torch.ones(6).bool(), best.indices
+            module.add_rest(best.values),
+            torch.ones(6),
+            torch.ones(6).bool(),
+            best.indices,
         )
         bound = DIVERGENCES[name](labels.wanted, labels.binned(got), 0.5)
         assert (bound > before - 1e-9).all()
@@ -217,7 +211,7 @@ def test_drafts_by_place_are_counted_from_every_place():
     expected = [a / r for a, r in zip(accepted, reached, strict=True)]
     assert rates_by_place(texts) == pytest.approx(expected, abs=1e-4)
     assert rates_by_place([torch.tensor([1.0, 0.5, 1.0])]) == [0.8333, 0.6667, 1.0, 0.0]
-    assert tokens_per_pass([0.5, 0.5]) == 1.75
+    assert module.tokens_per_pass([0.5, 0.5]) == 1.75
 
 
 def lesson(tokens, places, ids, logits):
@@ -258,8 +252,7 @@ def test_a_cut_vocabulary_is_compared_within_itself():
     can_draft = torch.zeros(12).bool()
     can_draft[[2, 3, 4, 6]] = True
     found = compare_missed(logits, LessonBatch.of([ONE, OTHER]), can_draft)
-    targets = {6: 2.0, 2: 1.0}, {3: 1.0, 4: 0.0}
-    pairs = zip(logits[[0, 2]], targets, strict=True)
+    pairs = zip(logits[[0, 2]], ({6: 2.0, 2: 1.0}, {3: 1.0, 4: 0.0}), strict=True)
     terms = [expected(*pair, can_draft) for pair in pairs]
     assert found.places == 2
     assert torch.allclose(found.loss, torch.stack(terms).mean())

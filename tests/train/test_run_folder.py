@@ -9,18 +9,16 @@ import torch
 from jetdraft.checkpoints.checkpoint import read_settings
 from jetdraft.checkpoints.streams import UNFINISHED
 from jetdraft.errors import CheckpointError, OptionError, OutputError
-from jetdraft.train import machine, run_folder, teacher
+from jetdraft.train import machine, run_folder, task, teacher, training
 from jetdraft.train.machine import Muon, defer_interrupts, precision
 from jetdraft.train.run_folder import RunFolder
-from jetdraft.train.task import Run
 from jetdraft.train.teacher import TensorCache
-from jetdraft.train.training import check_batch_size
 from tests.tiny import llama_config, save_checkpoint
 
+COEFFICIENTS = (3.4445, -4.775, 2.0315)
 
-def test_a_kill_between_the_last_two_steps_leaves_a_finished_training(
-    tmp_path, monkeypatch
-):
+
+def test_a_kill_before_the_last_step_leaves_a_finished_training(tmp_path, monkeypatch):
     """It must not ask for a state that it has deleted itself."""
     folder = RunFolder(tmp_path / "out")
     folder.create()
@@ -93,9 +91,6 @@ def test_a_shard_is_not_written_over_another(tmp_path, monkeypatch):
         assert cache.read(f"k{number}")[0, 0] == number
 
 
-COEFFICIENTS = (3.4445, -4.775, 2.0315)
-
-
 def orthogonal(gradient: torch.Tensor) -> torch.Tensor:
     """Five Newton-Schulz steps in float64."""
     x = gradient.double()
@@ -161,13 +156,12 @@ def test_a_cpu_multiplies_in_bfloat16_where_that_is_fast(fast, monkeypatch):
     wanted, rows = torch.bfloat16 if fast else torch.float32, torch.ones(2, 2)
     with precision(torch.device("cpu")):
         assert (rows @ rows).dtype == wanted
-    with Run().accelerator.autocast():
+    with task.Run().accelerator.autocast():
         assert (rows @ rows).dtype == wanted
 
 
 def test_ctrl_c_waits_for_the_end_of_a_step():
-    steps = []
-    before = signal.getsignal(signal.SIGINT)
+    steps, before = [], signal.getsignal(signal.SIGINT)
 
     def step():
         with defer_interrupts():
@@ -186,6 +180,6 @@ def test_ctrl_c_waits_for_the_end_of_a_step():
 
 
 def test_a_batch_has_a_part_for_each_process():
-    check_batch_size(2, processes=2)
+    training.check_batch_size(2, processes=2)
     with pytest.raises(OptionError, match="--batch-size 3 or more"):
-        check_batch_size(2, processes=3)
+        training.check_batch_size(2, processes=3)

@@ -13,13 +13,9 @@ import jetdraft
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.heads.head_reader import load_head
 from jetdraft.errors import DataError, OptionError, UnsupportedModelError
+from jetdraft.methods.block import task as module
 from jetdraft.methods.block.module import SourceDrafter, source_config, spread_layers
-from jetdraft.methods.block.task import (
-    SourceBatch,
-    SourceBlockSettings,
-    SourceBlockTask,
-    make_source_lesson,
-)
+from jetdraft.methods.block.task import SourceBatch, SourceBlockTask, make_source_lesson
 from jetdraft.methods.dflash.task import DFlashTask
 from jetdraft.methods.diffusion.task import DiffusionTask
 from jetdraft.methods.draft.task import ModelTask
@@ -38,7 +34,7 @@ QUICK = TrainingOptions(steps=4, batch_size=4, sequence_length=64, validate_ever
 LONGER = replace(
     QUICK, steps=500, learning_rate=3e-3, validate_every=500, validation_share=0.2
 )
-SETTINGS = SourceBlockSettings(layers=1, block_rows=SLOTS, anchors=8)
+SETTINGS = module.SourceBlockSettings(layers=1, block_rows=SLOTS, anchors=8)
 SOURCES = [f" {word} {other}" for word in WORDS[:4] for other in WORDS[4:6]]
 LINES = {
     source: " " + " ".join(random.Random(source).choices(WORDS, k=14))
@@ -86,8 +82,7 @@ def world(tmp_path_factory):
 
 
 def prepare(world, output, options=QUICK, data=None, **changes):
-    settings = replace(SETTINGS, **changes)
-    data = [data or world[2]]
+    settings, data = replace(SETTINGS, **changes), [data or world[2]]
     return made(SourceBlockTask, world[1], output, data, settings, options)
 
 
@@ -137,17 +132,15 @@ def test_the_folder_reads_back_as_it_was(world, trained):
     drafter = load_head(folder, checkpoint, torch.float32)
     assert drafter.config == run.task.config
     named = dict(drafter.named_parameters())
-    for name, weight in run.weights.items():
-        torch.testing.assert_close(named[name], weight.detach())
+    for key, weight in run.weights.items():
+        torch.testing.assert_close(named[key], weight.detach())
     shared = {id(weight) for weight in checkpoint.model.parameters()}
-    assert {name for name in named if id(named[name]) in shared} == {
-        "model.shared.weight"
-    }
+    assert {key for key in named if id(named[key]) in shared} == {"model.shared.weight"}
     fields = json.loads((Path(folder) / "config.json").read_text())
     assert (fields["block_size"], fields["target_type"]) == (SLOTS, "t5")
     tensors = load_file(folder + "/model.safetensors")
     assert tensors.keys() == run.weights.keys()
-    assert not any("shared" in name or "lm_head" in name for name in tensors)
+    assert not any("shared" in key or "lm_head" in key for key in tensors)
 
 
 def test_it_begins_as_the_target(world, tmp_path):
@@ -229,9 +222,7 @@ def test_prompts_alone_are_completed_by_the_target(world, tmp_path):
     run = prepare(world, tmp_path / "out", data=data)
     words = Tokenizer.from_str(run.target.tokenizer)
     texts = [*run.corpus.training, *run.corpus.validation]
-    known = {
-        (*words.encode(s).ids, *words.encode(line).ids, 0) for s, line in LINES.items()
-    }
+    known = {(*words.encode(s).ids, *words.encode(t).ids, 0) for s, t in LINES.items()}
     # Sampled, so that some may have left their lines.
     assert sum(tuple(text.ids) in known for text in texts) >= len(SOURCES) // 2
 

@@ -13,14 +13,8 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from jetdraft import CheckpointError, OptionError, OutputError, TrainingError, errors
 from jetdraft.checkpoints.streams import StreamSettings
-from jetdraft.errors import (
-    CheckpointError,
-    DataError,
-    OptionError,
-    OutputError,
-    TrainingError,
-)
 from jetdraft.export.exporter import export
 from jetdraft.methods.block.task import SourceBlockSettings, SourceBlockTask
 from jetdraft.methods.chimera.task import ChimeraTask
@@ -45,6 +39,59 @@ from tests.tiny import VOCAB_SIZE, llama_config, save_checkpoint
 from tests.train.periodic import PERIOD, interrupt, made, nothing, write_periodic
 
 OPTIONS = TrainingOptions(steps=5, batch_size=2, sequence_length=32, validate_every=2)
+UNSIZED = {"layers": None, "hidden_size": None}
+OF_TEXT = {"loss": "text", "on_policy_share": 0.0}
+REFUSED = [
+    ("draft", {"loss": "mse"}, "unknown loss 'mse'; choose forward-kl, .* or text"),
+    ("draft", {"layers": 0}, "layers 0 is out of range; give 1 to 1000"),
+    ("draft", {"hidden_size": 33}, "hidden size 33 is not a multiple of 8"),
+    ("draft", {"cache_tokens": 9}, "--cache-tokens needs a folder; give --cache too"),
+    ("draft", {"loss": "text"}, "leave --on-policy-share out"),
+    ("draft", {"hidden_size": 7}, "hidden size 7 is out of range"),
+    ("draft", {"beta": 0.5}, "loss forward-kl has no beta"),
+    ("draft", {"loss": "js", "beta": 1.5}, "beta 1.5 is out of range"),
+    ("draft", {"on_policy_share": 1.5}, "on policy share 1.5 is out of range"),
+    ("draft", {"start": "x", "from_layers": (1,)}, "give --from or --from-layers"),
+    ("draft", {"from_layers": (1,)}, "leave --layers and --hidden-size out"),
+    ("draft", UNSIZED | {"from_layers": (1, 9)}, r"the layers \[1, 9\] are not all"),
+    ("draft", {"draft_vocab": VOCAB_SIZE}, "is not a part of the target's 288"),
+    ("draft", {"cache": Path("x")}, "leave --cache out"),
+    ("draft", OF_TEXT | {"cache": Path("x")}, "leave --cache out"),
+    ("draft", UNSIZED | {"start": "/nowhere/at/all"}, "no checkpoint at"),
+    ("eagle", {"kind": "eagle2"}, "kind 'eagle2'; choose eagle3, eagle1 or mtp"),
+    ("eagle", {"kind": "mtp"}, "leave --inner, --taps and --draft-vocab out"),
+    ("eagle", {"unrolled": 0}, "unrolled 0 is out of range"),
+    ("eagle", {"draft_vocabulary": 0}, "draft vocabulary 0 is out of range"),
+    ("eagle", {"taps": (2, 9)}, r"the taps \[2, 9\] are not all layers"),
+    ("eagle", {"unrolled": 31}, "too short for 31 steps; give 33"),
+    ("kangaroo", {"exit_layer": 6}, "exit layer 6 .*give 1 to 5"),
+    ("kangaroo", {"exit_layer": -1}, "exit layer -1 .*give 1 to 5"),
+    ("glide", {"inner": -1}, "inner -1 is out of range"),
+    ("falcon", {"block_rows": 1}, "block rows 1 is out of range"),
+    ("dflash", {"loss": "tv"}, "unknown loss 'tv'; choose forward-kl or text"),
+    ("dflash", {"block_rows": 1}, "block rows 1 is out of range; give 2 to"),
+    ("dflash", {"known_share": 1.5}, "known share 1.5 is out of range"),
+    ("dflash", {"layers": 0}, "layers 0 is out of range"),
+    ("dflash", {"taps": (1, 5)}, r"taps \[1, 5\] .* numbers from 0 to 4"),
+    ("dflash", {"block_rows": 40}, "too short for blocks of 40; give 42"),
+    ("diffusion", {"anchors": 0}, "anchors 0 is out of range"),
+    ("diffusion", {"hidden_size": 40}, "give a multiple of 16"),
+    ("diffusion", {"hidden_size": 8}, "hidden size 8 is out of range"),
+    ("block", {"layers": 3}, "its decoder has 2; give --layers 1 to 2"),
+    ("block", {"glancing": 1.5}, "glancing 1.5 is out of range"),
+    ("stream", {"gamma": 0}, "gamma 0 is out of range"),
+    ("stream", {"layers": 7}, "layers 7 is out of range; give 1 to 6"),
+    ("stream", {"mode": "both"}, "unknown mode 'both'"),
+    ("ppd", {"gamma": 0}, "prompt tokens 0 is out of range"),
+    ("ppd", {"members": 65}, "ensemble 65 is out of range"),
+    ("ppd", {"insertions": 0}, "insertions 0 is out of range; give 1 to 4096"),
+    ("forecast", {"prefix": 0}, "prefix 0 is out of range; give 1 to 1024"),
+]
+SHORT = {
+    **dict.fromkeys(("kangaroo", "glide"), (9, "too short for drafts of 5; give 10")),
+    "stream": (4, "too short for 3 streams; give 5"),
+    "ppd": (4, "too short for 2 prompt tokens; give 5"),
+}
 
 
 @dataclass(frozen=True)
@@ -95,8 +142,7 @@ def test_the_table_has_all_tasks():
 def targets(tmp_path_factory) -> Callable[[str], tuple[str, Path]]:
     folder = tmp_path_factory.mktemp("targets")
     llama = save_checkpoint(folder / "llama", llama_config(num_hidden_layers=6))
-    text = write_periodic(folder / "text.txt")
-    pairs = folder / "pairs.jsonl"
+    text, pairs = write_periodic(folder / "text.txt"), folder / "pairs.jsonl"
     line = {"prompt": " self for", "completion": " in range print" * 3}
     pairs.write_text(f"{json.dumps(line)}\n" * 16)
     source = save(folder / "t5", CONFIGS["t5"])
@@ -308,63 +354,10 @@ def test_an_empty_completion_is_one_line(tmp_path):
     data.write_text('{"prompt": "for self in range", "completion": ""}')
     for regenerate in (False, True):
         settings = EagleSettings(regenerate=regenerate)
-        with pytest.raises(DataError, match=r"line 1 of .* has an empty completion"):
+        with pytest.raises(
+            errors.DataError, match=r"line 1 of .* has an empty completion"
+        ):
             made(EagleTask, str(folder), tmp_path / "o", [data], settings, OPTIONS)
-
-
-UNSIZED = {"layers": None, "hidden_size": None}
-OF_TEXT = {"loss": "text", "on_policy_share": 0.0}
-REFUSED = [
-    ("draft", {"loss": "mse"}, "unknown loss 'mse'; choose forward-kl, .* or text"),
-    ("draft", {"layers": 0}, "layers 0 is out of range; give 1 to 1000"),
-    ("draft", {"hidden_size": 33}, "hidden size 33 is not a multiple of 8"),
-    ("draft", {"cache_tokens": 9}, "--cache-tokens needs a folder; give --cache too"),
-    ("draft", {"loss": "text"}, "leave --on-policy-share out"),
-    ("draft", {"hidden_size": 7}, "hidden size 7 is out of range"),
-    ("draft", {"beta": 0.5}, "loss forward-kl has no beta"),
-    ("draft", {"loss": "js", "beta": 1.5}, "beta 1.5 is out of range"),
-    ("draft", {"on_policy_share": 1.5}, "on policy share 1.5 is out of range"),
-    ("draft", {"start": "x", "from_layers": (1,)}, "give --from or --from-layers"),
-    ("draft", {"from_layers": (1,)}, "leave --layers and --hidden-size out"),
-    ("draft", UNSIZED | {"from_layers": (1, 9)}, r"the layers \[1, 9\] are not all"),
-    ("draft", {"draft_vocab": VOCAB_SIZE}, "is not a part of the target's 288"),
-    ("draft", {"cache": Path("x")}, "leave --cache out"),
-    ("draft", OF_TEXT | {"cache": Path("x")}, "leave --cache out"),
-    ("draft", UNSIZED | {"start": "/nowhere/at/all"}, "no checkpoint at"),
-    ("eagle", {"kind": "eagle2"}, "kind 'eagle2'; choose eagle3, eagle1 or mtp"),
-    ("eagle", {"kind": "mtp"}, "leave --inner, --taps and --draft-vocab out"),
-    ("eagle", {"unrolled": 0}, "unrolled 0 is out of range"),
-    ("eagle", {"draft_vocabulary": 0}, "draft vocabulary 0 is out of range"),
-    ("eagle", {"taps": (2, 9)}, r"the taps \[2, 9\] are not all layers"),
-    ("eagle", {"unrolled": 31}, "too short for 31 steps; give 33"),
-    ("kangaroo", {"exit_layer": 6}, "exit layer 6 .*give 1 to 5"),
-    ("kangaroo", {"exit_layer": -1}, "exit layer -1 .*give 1 to 5"),
-    ("glide", {"inner": -1}, "inner -1 is out of range"),
-    ("falcon", {"block_rows": 1}, "block rows 1 is out of range"),
-    ("dflash", {"loss": "tv"}, "unknown loss 'tv'; choose forward-kl or text"),
-    ("dflash", {"block_rows": 1}, "block rows 1 is out of range; give 2 to"),
-    ("dflash", {"known_share": 1.5}, "known share 1.5 is out of range"),
-    ("dflash", {"layers": 0}, "layers 0 is out of range"),
-    ("dflash", {"taps": (1, 5)}, r"taps \[1, 5\] .* numbers from 0 to 4"),
-    ("dflash", {"block_rows": 40}, "too short for blocks of 40; give 42"),
-    ("diffusion", {"anchors": 0}, "anchors 0 is out of range"),
-    ("diffusion", {"hidden_size": 40}, "give a multiple of 16"),
-    ("diffusion", {"hidden_size": 8}, "hidden size 8 is out of range"),
-    ("block", {"layers": 3}, "its decoder has 2; give --layers 1 to 2"),
-    ("block", {"glancing": 1.5}, "glancing 1.5 is out of range"),
-    ("stream", {"gamma": 0}, "gamma 0 is out of range"),
-    ("stream", {"layers": 7}, "layers 7 is out of range; give 1 to 6"),
-    ("stream", {"mode": "both"}, "unknown mode 'both'"),
-    ("ppd", {"gamma": 0}, "prompt tokens 0 is out of range"),
-    ("ppd", {"members": 65}, "ensemble 65 is out of range"),
-    ("ppd", {"insertions": 0}, "insertions 0 is out of range; give 1 to 4096"),
-    ("forecast", {"prefix": 0}, "prefix 0 is out of range; give 1 to 1024"),
-]
-SHORT = {
-    **dict.fromkeys(("kangaroo", "glide"), (9, "too short for drafts of 5; give 10")),
-    "stream": (4, "too short for 3 streams; give 5"),
-    "ppd": (4, "too short for 2 prompt tokens; give 5"),
-}
 
 
 @pytest.mark.parametrize(("name", "changes", "message"), REFUSED)

@@ -11,11 +11,10 @@ import pytest
 import torch
 
 import jetdraft
-from jetdraft.bundle import Bundle
+from jetdraft import Bundle, OptionError
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.heads.head_reader import load_head
 from jetdraft.checkpoints.streams import MAX_RANKS, StreamSettings
-from jetdraft.errors import OptionError
 from jetdraft.methods.chimera.task import ChimeraTask
 from jetdraft.methods.draft.task import ModelSettings, ModelTask
 from jetdraft.methods.eagle.task import EagleSettings, EagleTask
@@ -197,9 +196,7 @@ def test_it_drafts_more_and_changes_no_text(trained, target, tmp_path):
         for way, exact in itertools.product(kind.ways, (True, False)):
             if way.get("drafting", {}).get("prune_threshold") is not None:
                 assert bundle.target.halves is not None
-            drafted = model.generate(
-                PERIOD * 2, method=method, exact=exact, **HOW, **way
-            )
-            assert drafted.token_ids == plain
+            found = model.generate(PERIOD * 2, method=method, exact=exact, **HOW, **way)
+            assert found.token_ids == plain
             least = kind.tokens if way is kind.ways[0] else kind.others
-            assert drafted.stats.tokens_per_pass >= least
+            assert found.stats.tokens_per_pass >= least

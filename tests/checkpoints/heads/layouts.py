@@ -12,6 +12,8 @@ H, HEADS, KV, D, FF, VD = 64, 4, 2, 16, 96, 100
 LAYERS = 7
 TAPS = (2, 3, 4)
 """What EAGLE reads of a target of 7 layers: 2, N // 2 and N - 3."""
+BLOCK, MASK = 6, 287
+"""Rows of a block with its first token, and the token of a mask."""
 
 
 def rand(*shape):
@@ -189,10 +191,6 @@ def hydra(heads=3, layers=2):
             tensors[f"hydra_mlp.{head}.{layer}.linear.bias"] = torch.randn(H) * 0.1
         tensors[f"hydra_lm_head.{head}.weight"] = rand(VOCAB_SIZE, H)
     return config, tensors
-
-
-BLOCK, MASK = 6, 287
-"""Rows of a block with its first token, and the token of a mask."""
 
 
 def dflash(layers=2, outputs=(1, 2, 4), nested=True, prefix="", **changes):

@@ -115,8 +115,7 @@ def eagle3(
 
 def medusa(weights, f):
     """Logits [n, heads, vocabulary]."""
-    logits = []
-    head = 0
+    logits, head = [], 0
     while w := under(weights, f"{head}."):
         x, layer = f, 0
         while f"{layer}.linear.weight" in w:

@@ -21,6 +21,35 @@ from tests.tiny import VOCAB_SIZE
 
 CLOSE = {"rtol": 0, "atol": 2e-5}
 STEPS = 3
+FILES = ("pytorch_model.bin", "model.safetensors")
+ANCHOR = 9
+UNKNOWN = VOCAB_SIZE
+BLOCK_TAPS = (2, 3, 5)
+THETA = {"theta": 5000.0}
+DFLASH = {
+    "authors": (layouts.dflash, {}, {}),
+    "ids beside": (layouts.dflash, {"nested": False, "prefix": "model."}, {}),
+    "one layer": (layouts.dflash, {"layers": 1}, {}),
+    "speculators": (layouts.speculators_dflash, {}, THETA),
+    "speculators, all tokens": (layouts.speculators_dflash, {"cut": False}, THETA),
+    "DSpark": (layouts.dspark, {}, {}),
+    "DSpark of SpecForge": (layouts.dspark, {"kind": "nested"}, {}),
+    "DSpark of speculators": (layouts.dspark, {"kind": "speculators"}, THETA),
+}
+CAUSAL = torch.ones(BLOCK, ROWS + BLOCK, dtype=torch.bool).tril(ROWS)
+MISTAKES = {
+    "a causal block": ({"mask": CAUSAL}, None),
+    "taps off by one": ({"taps": (1, 2, 4)}, None),
+    "taps reversed": ({"taps": (5, 3, 2)}, None),
+    "a block moved": ({"shift": 1}, None),
+    "a context not normed": (
+        {}, lambda head, _: setattr(head, "hidden_norm", torch.nn.Identity())),
+    "rotations of the target": (
+        {}, lambda head, target: setattr(head.stack, "rotary", target.rotary_emb)),
+    "another mask token": (
+        {},
+        lambda head, _: setattr(head, "config", replace(head.config, mask_token=3))),
+}  # fmt: skip
 
 
 def drafted(head, states, taps):
@@ -32,16 +61,14 @@ def drafted(head, states, taps):
         hidden, carried = head(tokens, features, positions, cache)
         rows = [head.lm_head(hidden)[0]]
         for step in range(STEPS):
-            token = torch.tensor([[7 + step]])
-            position = torch.tensor([[ROWS + step]])
+            token, position = torch.tensor([[7 + step]]), torch.tensor([[ROWS + step]])
             hidden, carried = head(token, carried[:, -1:], position, cache)
             rows.append(head.lm_head(hidden)[0])
     return torch.cat(rows)
 
 
 def expected(compute, embedding, lm_head, states, features):
-    tokens = states.tokens
-    rows = []
+    tokens, rows = states.tokens, []
     for step in range(STEPS + 1):
         hidden, carried = compute(embedding[tokens], features)
         logits = F.linear(hidden, lm_head)
@@ -57,9 +84,6 @@ def target_embedding(target):
 
 def target_head(target):
     return target.model.get_output_embeddings().weight.detach()
-
-
-FILES = ("pytorch_model.bin", "model.safetensors")
 
 
 @pytest.mark.parametrize("file", [*FILES, *(f"shards of {file}" for file in FILES)])
@@ -215,34 +239,32 @@ def test_medusa_as_vllm_names_it(target, states, tmp_path, biased):
     _, tensors = layouts.medusa(layers=2)
     if not biased:
         tensors |= {n: t * 0 for n, t in tensors.items() if n.endswith(".bias")}
-    stored = {
+    kept = {
         re.sub(
             r"^(\d+)\.(\d)\.linear", r"medusa_heads.blocks.\1.layers.\2", name
         ): tensor
         for name, tensor in tensors.items()
         if biased or not name.endswith(".bias")
     }
-    stored = {
+    kept = {
         re.sub(r"^(\d+)\.2\.", r"medusa_heads.lm_heads.\1.", name): tensor
-        for name, tensor in stored.items()
+        for name, tensor in kept.items()
     }
     config = {"architectures": ["MedusaModel"], "model_type": "medusa", "num_heads": 3}
     config |= {"num_hidden_layers": 2, "hidden_size": layouts.H}
     config |= dict.fromkeys(("vocab_size", "truncated_vocab_size"), VOCAB_SIZE)
     config["medusa_fc_bias"] = biased
-    head = load_head(write(tmp_path, config, stored), target, torch.float32)
+    head = load_head(write(tmp_path, config, kept), target, torch.float32)
     with torch.no_grad():
         logits = head.logits(head(states.final[None]))[0]
     torch.testing.assert_close(logits, reference.medusa(tensors, states.final), **CLOSE)
     spare = torch.zeros(32, layouts.H)
-    wide = {
-        n: torch.cat([t, spare]) if "lm_heads" in n else t for n, t in stored.items()
-    }
+    wide = {n: torch.cat([t, spare]) if "lm_heads" in n else t for n, t in kept.items()}
     config["truncated_vocab_size"] = VOCAB_SIZE + 32
     load_head(write(tmp_path, config, wide), target, torch.float32)
     config["truncated_vocab_size"] = 100
     with pytest.raises(CheckpointError, match="truncated_vocab_size=100"):
-        load_head(write(tmp_path, config, stored), target, torch.float32)
+        load_head(write(tmp_path, config, kept), target, torch.float32)
 
 
 def test_hydra(target, states, tmp_path):
@@ -259,11 +281,6 @@ def test_hydra(target, states, tmp_path):
         torch.testing.assert_close(logits[0], wanted, **CLOSE)
 
 
-ANCHOR = 9
-UNKNOWN = VOCAB_SIZE
-BLOCK_TAPS = (2, 3, 5)
-
-
 def filled(drafter, states, known=(), taps=BLOCK_TAPS, mask=None, shift=0):
     """The logits [slots, n] of a block behind rows of the target's states."""
     block = torch.tensor([[ANCHOR, *known, *[UNKNOWN] * (BLOCK - 1 - len(known))]])
@@ -273,19 +290,6 @@ def filled(drafter, states, known=(), taps=BLOCK_TAPS, mask=None, shift=0):
         context = drafter.fuse([states.streams[tap][None] for tap in taps])
         rows = drafter(context, block, positions, masked_attention(mask))
         return drafter.logits(rows, block)[0]
-
-
-THETA = {"theta": 5000.0}
-DFLASH = {
-    "authors": (layouts.dflash, {}, {}),
-    "ids beside": (layouts.dflash, {"nested": False, "prefix": "model."}, {}),
-    "one layer": (layouts.dflash, {"layers": 1}, {}),
-    "speculators": (layouts.speculators_dflash, {}, THETA),
-    "speculators, all tokens": (layouts.speculators_dflash, {"cut": False}, THETA),
-    "DSpark": (layouts.dspark, {}, {}),
-    "DSpark of SpecForge": (layouts.dspark, {"kind": "nested"}, {}),
-    "DSpark of speculators": (layouts.dspark, {"kind": "speculators"}, THETA),
-}
 
 
 @pytest.mark.parametrize("known", [(), (4, 8)], ids=["masks", "known"])
@@ -313,22 +317,6 @@ def test_dflash(target, states, tmp_path, case, known):
     assert (drafter.ids is None) == ("d2t" not in weights)
     if drafter.ids is not None:
         assert torch.equal(drafter.ids, torch.arange(VD) + weights["d2t"])
-
-
-CAUSAL = torch.ones(BLOCK, ROWS + BLOCK, dtype=torch.bool).tril(ROWS)
-MISTAKES = {
-    "a causal block": ({"mask": CAUSAL}, None),
-    "taps off by one": ({"taps": (1, 2, 4)}, None),
-    "taps reversed": ({"taps": (5, 3, 2)}, None),
-    "a block moved": ({"shift": 1}, None),
-    "a context not normed": (
-        {}, lambda head, _: setattr(head, "hidden_norm", torch.nn.Identity())),
-    "rotations of the target": (
-        {}, lambda head, target: setattr(head.stack, "rotary", target.rotary_emb)),
-    "another mask token": (
-        {},
-        lambda head, _: setattr(head, "config", replace(head.config, mask_token=3))),
-}  # fmt: skip
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)

@@ -155,6 +155,7 @@ TENSORS = [
     (MEDUSA, {"\x1b[2J": torch.zeros(2)}, "where Medusa has heads"),
 ]
 # fmt: on
+TABLE = re.compile(r"(embed_tokens|lm_head|hydra_lm_head\.\d|\d\.1)\.weight|t2d")
 
 
 def refusal(target, source) -> str:
@@ -238,9 +239,6 @@ def test_most_is_said_without_the_target(tmp_path):
     files = HeadFiles.read(write(tmp_path / "d", *layouts.eagle3()))
     with pytest.raises(CheckpointError, match="rope_theta=-1"):
         check_head(replace(files, config=files.config | {"rope_theta": -1}), "target")
-
-
-TABLE = re.compile(r"(embed_tokens|lm_head|hydra_lm_head\.\d|\d\.1)\.weight|t2d")
 
 
 def repadded(config, tensors, rows):

@@ -178,9 +178,7 @@ def test_a_hybrid_lends_its_layer_or_is_refused_in_a_line(name, tmp_path):
             task.new_drafter(run)
         return
     own = task.new_drafter(run).first_layer.state_dict()
-    [attends] = [
-        w for layer in layers if (w := layer.state_dict()).keys() == own.keys()
-    ]
+    [attends] = [w for each in layers if (w := each.state_dict()).keys() == own.keys()]
     assert all(torch.equal(attends[name], own[name]) for name in own)
 
 

@@ -20,6 +20,13 @@ from jetdraft.runtime.measured.survey import FIRST_WIDTHS, Survey, pass_times
 from jetdraft.runtime.measured.widths import Profiles, Widths
 
 IDS = np.random.default_rng(5).integers(0, 288, 12).tolist() * 3
+CURVE = Curve(
+    passes={1: 20.0, 4: 26.0}, trees={2: 23.0}, compaction=0.5, probe=0.1, drafter=3.0,
+    drafts={"draft": 3.1, "lookup": 0.0}, probed={2: 30.0}, ended={2: 24.0},
+    kept_row=0.5, experts={1: 4.0, 4: 10.0}, expert=0.5,
+)  # fmt: skip
+NAN, INFINITY = float("nan"), float("inf")
+PRIORS = [[0.2, 0.1], [0.1, 0.1]]
 
 
 @pytest.fixture(scope="module")
@@ -303,13 +310,6 @@ def test_a_cancelled_stream_lets_the_survey_go_on(own, slow):
     model.close()
 
 
-CURVE = Curve(
-    passes={1: 20.0, 4: 26.0}, trees={2: 23.0}, compaction=0.5, probe=0.1, drafter=3.0,
-    drafts={"draft": 3.1, "lookup": 0.0}, probed={2: 30.0}, ended={2: 24.0},
-    kept_row=0.5, experts={1: 4.0, 4: 10.0}, expert=0.5,
-)  # fmt: skip
-
-
 def written(**changes):
     return {**json.loads(json.dumps(asdict(CURVE))), **changes}
 
@@ -318,9 +318,6 @@ def test_what_is_written_is_read():
     assert Curve.from_json(written()) == CURVE
     bare = Curve({1: 20.0})
     assert Curve.from_json(json.loads(json.dumps(asdict(bare)))) == bare
-
-
-NAN, INFINITY = float("nan"), float("inf")
 
 
 def refuse(**changes):
@@ -497,9 +494,6 @@ def test_what_each_method_did():
     assert stats.by_method["none"] == MethodStats(2, 0, 0, 2, pytest.approx(-1.0))
     assert stats.off == {"it rains": 2}
     assert stats.to_json()["by_method"]["draft"]["saved_ms"] == pytest.approx(2.0)
-
-
-PRIORS = [[0.2, 0.1], [0.1, 0.1]]
 
 
 def test_without_a_text_they_are_the_priors():

@@ -5,12 +5,11 @@ import numpy as np
 import pytest
 
 import jetdraft
-from jetdraft.errors import BundleError, OutputError
+from jetdraft import BundleError, Options, OutputError
 from jetdraft.runtime.generation import Generation
 from jetdraft.runtime.measured.survey import Survey
 from jetdraft.runtime.measured.widths import prefill_widths
 from jetdraft.runtime.passes.prefix import common_length, digest_of
-from jetdraft.runtime.planning.options import Options
 
 RANDOM = np.random.default_rng(4)
 IDS = RANDOM.integers(0, 288, 151).tolist()
@@ -59,8 +58,7 @@ def test_a_prompt_goes_on_where_the_last_one_left_off(kept, way, length):
 
 
 def test_only_what_is_new_is_read(kept):
-    first = fresh(kept, IDS, method="none")
-    before = kept.parts.target.passes
+    first, before = fresh(kept, IDS, method="none"), kept.parts.target.passes
     longer = [*IDS, *first, *OTHER[:9]]
     second = kept.generate(token_ids=longer, **OPTIONS, method="none")
     assert second.stats.reused_tokens == len(IDS) + 39
@@ -141,8 +139,7 @@ def altered(arrays, identity, **changes):
 
 
 def test_prefixes_that_are_none_are_refused(kept, tmp_path):
-    file = tmp_path / "prefix.npz"
-    expected = fresh(kept, IDS)
+    file, expected = tmp_path / "prefix.npz", fresh(kept, IDS)
     file.write_text("nonsense")
     with pytest.raises(BundleError, match="is not a saved prefix"):
         kept.load_prefix(file)
@@ -164,8 +161,7 @@ def test_prefixes_that_are_none_are_refused(kept, tmp_path):
 
 def test_where_filling_up_has_no_room_less_is_read(kept):
     """254 of 256 rows are held, and 8 is the narrowest width above 2."""
-    prompt = (IDS * 2)[:256]
-    graph, seen = kept.parts.target, []
+    prompt, graph, seen = (IDS * 2)[:256], kept.parts.target, []
     kept.forget()
     run = graph.run
 

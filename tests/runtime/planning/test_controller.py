@@ -5,15 +5,16 @@ import pytest
 from jetdraft.runtime.drafts.rows import Probing
 from jetdraft.runtime.measured.cost_model import Curve
 from jetdraft.runtime.measured.stats import Acceptance, Round
-from jetdraft.runtime.planning.controller import (
-    NO_DRAFT,
-    AdaptiveController,
-    FixedController,
-)
+from jetdraft.runtime.planning import controller as module
+from jetdraft.runtime.planning.controller import NO_DRAFT, AdaptiveController
 from jetdraft.runtime.proposers.lookup import LookupProposer
 from jetdraft.runtime.proposers.proposer import Traits
+from tests import cases
 
 WIDTHS = range(2, 17)
+CPU, FLAT = 0.235, 0.05
+"""What a row adds to a pass: on the CPU a quarter of a narrow one."""
+any_widths = cases("widths", range(1, 17), WIDTHS, ids=["any", "exact"])
 
 
 class Named(LookupProposer):
@@ -41,11 +42,10 @@ def adaptive(slope=0.1, draft_ms=0.05, widths=WIDTHS):
 
 def test_fixed_keeps_its_length_and_respects_room():
     proposer = Named("draft")
-    fixed = FixedController(proposer, 4)
-    assert fixed.assign(10, {}).budget == 4
-    assert fixed.assign(2, {}).budget == 2
+    fixed = module.FixedController(proposer, 4)
+    assert (fixed.assign(10, {}).budget, fixed.assign(2, {}).budget) == (4, 2)
     assert fixed.assign(10, {proposer: 0}) == NO_DRAFT
-    assert FixedController(None, 0).assign(10, {}) == NO_DRAFT
+    assert module.FixedController(None, 0).assign(10, {}) == NO_DRAFT
 
 
 def test_good_drafts_get_longer():
@@ -58,8 +58,7 @@ def test_good_drafts_get_longer():
 
 
 def test_bad_drafts_are_switched_off():
-    controller = adaptive(slope=0.3, draft_ms=0.2)
-    off = 0
+    controller, off = adaptive(slope=0.3, draft_ms=0.2), 0
     for _ in range(60):
         assignment = controller.assign(15, {})
         off += assignment == NO_DRAFT
@@ -207,11 +206,11 @@ def streaming(probe, slope=0.0, rate=0.9, others=()):
 
 def test_fixed_streams_are_carried_whether_or_not_there_is_a_draft():
     proposer = Streaming()
-    fixed = FixedController(proposer, 3)
+    fixed = module.FixedController(proposer, 3)
     assert fixed.assign(10, {}).probing == Probing(3)
     nothing = fixed.assign(10, {proposer: 0})
     assert (nothing.proposer, nothing.probing) == (None, Probing(3))
-    assert FixedController(Named("draft"), 3).assign(10, {}).probing == Probing()
+    assert module.FixedController(Named("draft"), 3).assign(10, {}).probing == Probing()
 
 
 def test_free_probes_go_to_every_row_and_dear_probes_to_the_last_or_to_none():
@@ -249,21 +248,18 @@ def branching(slope, rate=0.5, ends_at_gap=True, allowed=True):
 
 def test_free_rows_become_branches():
     assignment = branching(slope=0.0).assign(15, {})
-    assert assignment.budget == 15
-    assert len(assignment.parents) == 15
+    assert (assignment.budget, len(assignment.parents)) == (15, 15)
     assert assignment.parents.count(0) > 1
 
 
-@pytest.mark.parametrize(
-    ("how", "branches"),
-    [
-        ({"slope": 0.2}, False),  # rows that cost
-        ({"slope": 0.02, "rate": 1.0}, False),  # drafts that are always right
-        ({"slope": 0.0, "allowed": False}, False),
-        # A branch is worth less where it must be proven.
-        ({"slope": 0.1, "ends_at_gap": False}, True),
-        ({"slope": 0.1, "ends_at_gap": True}, False),
-    ],
+@cases(
+    "how, branches",
+    ({"slope": 0.2}, False),  # rows that cost
+    ({"slope": 0.02, "rate": 1.0}, False),  # drafts that are always right
+    ({"slope": 0.0, "allowed": False}, False),
+    # A branch is worth less where it must be proven.
+    ({"slope": 0.1, "ends_at_gap": False}, True),
+    ({"slope": 0.1, "ends_at_gap": True}, False),
     ids=str,
 )
 def test_where_a_draft_branches(how, branches):
@@ -296,10 +292,6 @@ def test_the_price_of_a_probe_is_learned():
     assert curve.passes[4] == 4.0
 
 
-CPU, FLAT = 0.235, 0.05
-"""What a row adds to a pass: on the CPU a quarter of a narrow one."""
-
-
 def simulate(
     rate_at, rounds, seed, slope=CPU, widths=range(1, 17), draft_ms=0.04, measured_ms=0
 ):
@@ -309,8 +301,7 @@ def simulate(
     passes = dict(controller.curve.passes)
     lengths, tokens, spent = [], 0, 0.0
     for number in range(rounds):
-        drafted = controller.assign(15, {}).budget
-        accepted = 0
+        drafted, accepted = controller.assign(15, {}).budget, 0
         while accepted < drafted and chance.random() < rate_at(number):
             accepted += 1
         width = max(drafted + 1, min(widths))
@@ -322,11 +313,6 @@ def simulate(
         tokens += accepted + 1
         spent += passes[width] + draft_ms * drafted
     return lengths, tokens / spent * passes[min(widths)]
-
-
-any_widths = pytest.mark.parametrize(
-    "widths", [range(1, 17), WIDTHS], ids=["any", "exact"]
-)
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -425,10 +411,9 @@ def with_experts(touched):
 
 def test_rows_with_other_experts_are_not_drafted():
     alike, measured = [8] * 16, [8 * w for w in range(1, 17)]
-    others = [8 + 60 * w for w in range(16)]
     lengths = [
         with_experts(touched).assign(15, {}).budget
-        for touched in (alike, measured, others)
+        for touched in (alike, measured, [8 + 60 * w for w in range(16)])
     ]
     # Two rows are the narrowest pass, whose second row is carried anyway.
     assert lengths[0] > lengths[1] > lengths[2] == 1

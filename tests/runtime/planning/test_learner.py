@@ -8,22 +8,19 @@ import numpy as np
 import pytest
 
 import jetdraft
-from jetdraft.bundle import Bundle
-from jetdraft.errors import OptionError, StoreError
+from jetdraft import Bundle, OptionError, StoreError
 from jetdraft.learning import lessons
-from jetdraft.learning.lessons import (
-    CANDIDATES,
-    EARLY_TOKENS,
-    LESSONS_FILE,
-    VERDICT_TOKENS,
-    Choice,
-    Lessons,
-    drafter_sha256,
-)
+from jetdraft.learning.lessons import EARLY_TOKENS, VERDICT_TOKENS, Choice, Lessons
 from tests.toy_drafter import arrays_of, choose, put_on_trial, random_arrays
 
 PROMPTS = ("The robot sees", "A man likes", "Hello", "Sue finds a", "The cat", "Go")
 DRAFTED = {"method": "draft", "num_draft_tokens": 4, "max_new_tokens": 48}
+WRONG = {
+    "another shape": {"model.embed_tokens.weight": np.ones((3, 3), np.float32)},
+    "another type": {"model.embed_tokens.weight": np.ones((384, 32), np.float16)},
+    "an unknown array": {"no such weight": np.ones((4, 4), np.float32)},
+    "not a number": {"model.embed_tokens.weight": np.full((384, 32), np.nan, "f4")},
+}
 
 
 @pytest.fixture(scope="module")
@@ -72,19 +69,17 @@ def test_wrong_places_are_where_the_target_spoke(toy, tmp_path, tree, exact):
         result = model.generate(
             "The robot sees", **DRAFTED, drafting={"tree": tree}, exact=exact
         )
-        [lesson] = read(tmp_path, model)
+        [one] = read(tmp_path, model)
         prompt = model.parts.text.encode("The robot sees")
         text = [*prompt, *result.token_ids]
-        assert lesson.tokens.tolist() == text
-        assert len(lesson.places) == len(set(lesson.places))
-        assert min(lesson.places) >= len(prompt)
+        assert one.tokens.tolist() == text
+        assert len(one.places) == len(set(one.places))
+        assert min(one.places) >= len(prompt)
         share = result.stats.by_method["draft"]
         wrong = share.evaluated_tokens - share.accepted_tokens
-        assert abs(len(lesson.places) - wrong) <= 1, "the last may be beyond the limit"
-        assert lesson.ids.shape == (len(lesson.places), CANDIDATES)
-        for place, ids, logits in zip(
-            lesson.places, lesson.ids, lesson.logits, strict=True
-        ):
+        assert abs(len(one.places) - wrong) <= 1, "the last may be beyond the limit"
+        assert one.ids.shape == (len(one.places), lessons.CANDIDATES)
+        for place, ids, logits in zip(one.places, one.ids, one.logits, strict=True):
             again = model.generate(
                 token_ids=text[:place], method="none", max_new_tokens=1, logprobs=1
             )
@@ -116,8 +111,7 @@ def test_each_user_has_lessons(toy, tmp_path):
 def test_new_weights_wait_for_a_rate_before_them(toy, tmp_path, plain):
     same = {"model.embed_tokens.weight": arrays_of(toy)["model.embed_tokens.weight"]}
     with load(toy, tmp_path) as model:
-        name = put_on_trial(tmp_path, toy, same)
-        weights = model.parts.learning.weights
+        name, weights = put_on_trial(tmp_path, toy, same), model.parts.learning.weights
         target = model.parts.target.sessions.any.session
         before = model.parts.drafter.sessions.any.session
         rounds(model, VERDICT_TOKENS, plain)
@@ -152,7 +146,7 @@ def test_bad_weights_are_taken_back(toy, tmp_path, plain, caplog):
 def test_a_swap_computes_the_drafters_buffers_again(toy, tmp_path):
     arrays, prompt = random_arrays(toy, 3), "The robot sees"
     name = put_on_trial(tmp_path / "new", toy, arrays)
-    choice = Choice(name, None, drafter_sha256(Bundle.open(toy)))
+    choice = Choice(name, None, lessons.drafter_sha256(Bundle.open(toy)))
     choose(tmp_path / "new", choice)
     with load(toy, tmp_path / "new") as model:
         fresh = model.generate(prompt, **DRAFTED).stats.to_json()
@@ -163,14 +157,6 @@ def test_a_swap_computes_the_drafters_buffers_again(toy, tmp_path):
         swapped = model.generate(prompt, **DRAFTED).stats.to_json()
     for key in ("drafted_tokens", "accepted_by_position", "rounds_by_choice"):
         assert swapped[key] == fresh[key]
-
-
-WRONG = {
-    "another shape": {"model.embed_tokens.weight": np.ones((3, 3), np.float32)},
-    "another type": {"model.embed_tokens.weight": np.ones((384, 32), np.float16)},
-    "an unknown array": {"no such weight": np.ones((4, 4), np.float32)},
-    "not a number": {"model.embed_tokens.weight": np.full((384, 32), np.nan, "f4")},
-}
 
 
 @pytest.mark.parametrize("arrays", WRONG.values(), ids=WRONG)
@@ -198,7 +184,7 @@ def test_a_trial_against_itself_is_none(toy, tmp_path, plain):
     """Nobody writes such a choice, but it must not end a text."""
     with load(toy, tmp_path) as model:
         name = put_on_trial(tmp_path, toy, random_arrays(toy))
-        choose(tmp_path, Choice(name, name, drafter_sha256(Bundle.open(toy))))
+        choose(tmp_path, Choice(name, name, lessons.drafter_sha256(Bundle.open(toy))))
         rounds(model, EARLY_TOKENS, plain)
         assert model.parts.learning.weights._name == name
 
@@ -206,10 +192,13 @@ def test_a_trial_against_itself_is_none(toy, tmp_path, plain):
 def test_poisoned_lessons_change_no_text(toy, tmp_path, plain):
     with load(toy, tmp_path) as model:
         rounds(model, 20, plain)
-        with closing(sqlite3.connect(tmp_path / LESSONS_FILE)) as database, database:
+        with (
+            closing(sqlite3.connect(tmp_path / lessons.LESSONS_FILE)) as database,
+            database,
+        ):
             database.execute("update lessons set ids = ?, tokens = 'x'", (b"x" * 7,))
         rounds(model, 20, plain)
-        (tmp_path / LESSONS_FILE).write_bytes(b"\x00\xff" * 5000)
+        (tmp_path / lessons.LESSONS_FILE).write_bytes(b"\x00\xff" * 5000)
         with pytest.warns(UserWarning, match="could not be kept"):
             rounds(model, 20, plain)
 
@@ -256,8 +245,7 @@ def test_two_processes_share_a_folder(toy, tmp_path):
     assert one == other != b""
     with load(toy, tmp_path / "learned") as model:
         kept = model.parts.learning.lessons
-        assert len(kept.read()) == 24
-        assert kept.clear("ann") == 12
+        assert (len(kept.read()), kept.clear("ann")) == (24, 12)
 
 
 def test_a_drafter_is_needed(toy, tmp_path):

@@ -5,13 +5,8 @@ import numpy as np
 import pytest
 
 from jetdraft.methods import Method, Proposer, Rows, Traits, registered
-from jetdraft.methods.cascade.method import (
-    REVIEWED,
-    CascadeProposer,
-    Trial,
-    Trust,
-    _as_trials,
-)
+from jetdraft.methods.cascade import method
+from jetdraft.methods.cascade.method import REVIEWED, Trial, Trust, _as_trials
 from jetdraft.runtime.drafters.draft_cache import DraftCache
 from jetdraft.runtime.drafts.rows import gapless_length
 from jetdraft.runtime.passes.graph import Graph
@@ -22,6 +17,10 @@ from tests.runtime.method_bundles import drafter_of
 
 PROMPT = np.random.default_rng(5).integers(0, 288, 30).tolist()
 WAYS = [Sampling(), Sampling(temperature=0.9, seed=4)]
+RIGHT, WRONG = 4, 5
+RANDOM = np.random.default_rng(11)
+IDS = RANDOM.integers(0, 288, 150).tolist()
+SAMPLINGS = [{}, {"temperature": 0.9, "seed": 3}]
 
 
 class Told(LookupProposer):
@@ -52,7 +51,7 @@ def alone(model, count, sampling=Sampling()):  # noqa: B008
 
 def cascade_of(model, truth, right, match=1, sampling=Sampling()):  # noqa: B008
     below = Told([*PROMPT, *truth], right, match)
-    cascade = CascadeProposer(DraftCache(graph(model)), below)
+    cascade = method.CascadeProposer(DraftCache(graph(model)), below)
     cascade.begin(PROMPT, Chooser(sampling))
     return cascade, below.truth
 
@@ -138,9 +137,6 @@ def test_a_guess_is_tried_up_to_its_first_difference():
     assert _as_trials([6], Guess([], 0.0, 0), True) == [Trial(6, None, 0, True)]
 
 
-RIGHT, WRONG = 4, 5
-
-
 def taught(own, guess, evidence=2, rounds=30):
     """After rounds of one token, in which both or either were right."""
     trust, context = Trust(), [1]
@@ -211,11 +207,6 @@ def test_another_text_is_not_compared(gone):
     assert trust.prefers(4)
 
 
-RANDOM = np.random.default_rng(11)
-IDS = RANDOM.integers(0, 288, 150).tolist()
-SAMPLINGS = [{}, {"temperature": 0.9, "seed": 3}]
-
-
 class Recorder(Proposer):
     traits = Traits("recorder", max_draft_tokens=15)
 
@@ -232,8 +223,7 @@ class Recorder(Proposer):
         parents = list(range(-1, budget))
         if self.branching:
             parents = [-1, *(int(random.integers(row + 1)) for row in range(budget))]
-        right = random.integers(budget + 1)
-        tokens = [context[-1]]
+        right, tokens = random.integers(budget + 1), [context[-1]]
         for row, depth in enumerate(Rows([0] * (budget + 1), parents).depths):
             if row:
                 at = len(context) + depth - 1

@@ -8,12 +8,11 @@ from jetdraft.bench.tuning import tune
 from jetdraft.methods import Method, Proposer, Rows, Traits, registered
 from jetdraft.methods.cascade.method import REVIEWED
 from jetdraft.runtime.drafts.rows import Kind
-from jetdraft.runtime.passes.buffers import Memory
-from jetdraft.runtime.passes.opener import Opener
-from jetdraft.runtime.passes.session import StepSessions
+from jetdraft.runtime.passes import buffers, opener, session
 from jetdraft.runtime.planning.registry import methods
 from jetdraft.runtime.proposers.lookup import Guess
 from jetdraft.runtime.sampling.chooser import Chooser, Sampling
+from tests import cases
 from tests.runtime.method_bundles import handmade
 from tests.toy_graphs import BLOCK, GUESSES, IDS, NOISE, STEP, WIDTH, features_of
 
@@ -127,9 +126,7 @@ def test_each_round_of_chains(model, method, plain, way, count):
 
 
 @both_ways
-@pytest.mark.parametrize(
-    "tree", ["best", "heap", "comb", "threshold", "rerank", "merged"]
-)
+@cases("tree", "best", "heap", "comb", "threshold", "rerank", "merged")
 def test_each_round_of_trees(model, method, plain, way, tree):
     drafting = {"drafting": {"tree": tree}, "exact": tree in ("best", "heap", "comb")}
     tokens, stats = follow(model, method, way, drafting)
@@ -301,10 +298,10 @@ def test_rows_cross_to_a_device_and_back(bundles, method, plain, monkeypatch):
 
     def staged(self, entry, weights):
         file = entry.tree_file or entry.file
-        sessions = StepSessions(self.session(file), entry.widest_contract)
-        return sessions, Memory("cpu", copies=True), None
+        sessions = session.StepSessions(self.session(file), entry.widest_contract)
+        return sessions, buffers.Memory("cpu", copies=True), None
 
-    monkeypatch.setattr(Opener, "_open_on_cpu", staged)
+    monkeypatch.setattr(opener.Opener, "_open_on_cpu", staged)
     ways = [{"num_draft_tokens": 4}, {"drafting": {"tree": "best"}}]
     if method in BLOCKS:
         ways.append({"num_draft_tokens": 4, "drafting": {"steps": 2}})
@@ -419,10 +416,8 @@ def test_tokens_that_the_target_has_not_run(model, method):
     drafted = proposer.propose(context, BLOCK).tokens[1:]
     assert len(drafted) == (BLOCK - 2 if method == "dflash" else BLOCK)
     before = [6, *drafted]
-    for position, token in enumerate(drafted, len(context) - 1):
-        assert token == best_after(
-            method, before[position - len(context) + 1], position
-        )
+    for place, token in enumerate(drafted, len(context) - 1):
+        assert token == best_after(method, before[place - len(context) + 1], place)
     if method == "dflash":
         proposer.begin(PROMPT, Chooser(Sampling()))
         assert proposer.propose([*PROMPT, *range(BLOCK)], 3).drafted == 0
@@ -443,16 +438,12 @@ def test_a_doubtful_block_is_verified_in_part(model, method, plain):
 
 
 @pytest.mark.parametrize("method", ["eagle", "dflash"])
-@pytest.mark.parametrize(
-    ("verifier", "branching", "siblings"),
-    [
-        ("rejection", (1, 1, 1), "with-replacement"),
-        ("recursive", (2, 1), "without-replacement"),
-    ],
+@cases(
+    "verifier, branching, siblings",
+    ("rejection", (1, 1, 1), "with-replacement"),
+    ("recursive", (2, 1), "without-replacement"),
 )
-def test_other_verifiers_keep_the_distribution(
-    model, method, verifier, branching, siblings
-):
+def test_verifiers_keep_the_distribution(model, method, verifier, branching, siblings):
     """The first two tokens of texts, by a chi-square test of their commonest values."""
     tree = {"tree": "k-ary", "branching": branching, "siblings": siblings}
     own = {"drafting": {"verifier": verifier, **tree}, "exact": False}

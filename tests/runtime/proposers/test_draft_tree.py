@@ -10,13 +10,8 @@ from jetdraft.methods import Method, Rows, methods, registered
 from jetdraft.runtime.passes.answer import Answer
 from jetdraft.runtime.passes.graph import Graph
 from jetdraft.runtime.passes.session import StepSessions, open_session
-from jetdraft.runtime.proposers.model_proposer import (
-    REPEATS,
-    AcceptanceHead,
-    DraftStop,
-    confidence,
-    make_draft_stop,
-)
+from jetdraft.runtime.proposers import model_proposer
+from jetdraft.runtime.proposers.model_proposer import AcceptanceHead, confidence
 from jetdraft.runtime.sampling.chooser import Chooser, Sampling
 from jetdraft.runtime.sampling.verifiers import VERIFIERS
 from jetdraft.testing import toy_bundle
@@ -28,6 +23,10 @@ from tests.toy_graphs import resized
 
 PROMPT = np.random.default_rng(8).integers(0, 288, 20)
 SAMPLINGS = [Sampling(), Sampling(0.8, seed=1), Sampling(1.2, seed=3, top_k=40)]
+CONTEXT = np.random.default_rng(2).integers(0, 288, 30).tolist()
+READ = np.random.default_rng(6).integers(0, 288, 24).tolist()
+HOW = {"token_ids": READ, "max_new_tokens": 60, "ignore_eos": True}
+PROMPTS = [np.random.default_rng(seed).integers(0, 288, 20) for seed in range(3)]
 
 
 @pytest.fixture(scope="module")
@@ -60,8 +59,7 @@ def paths(rows):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_every_path_has_the_logits_of_a_chain(float_model, seed):
-    random = np.random.default_rng(seed)
-    graph = float_model.parts.target
+    random, graph = np.random.default_rng(seed), float_model.parts.target
     tokens = random.integers(0, 288, 12).tolist()
     rows = Rows(tokens, random_parents(random, 12)).depth_first()
     prefill(graph, PROMPT)
@@ -74,8 +72,7 @@ def test_every_path_has_the_logits_of_a_chain(float_model, seed):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_all_paths_are_those_of_a_chain_bit_by_bit(model, seed):
-    random = np.random.default_rng(seed)
-    graph, width = model.parts.target, 8
+    random, graph, width = np.random.default_rng(seed), model.parts.target, 8
     assert model.parts.widths.skips_agree
     rows = Rows(random.integers(0, 288, width).tolist(), random_parents(random, width))
     prefill(graph, PROMPT)
@@ -199,9 +196,6 @@ def test_a_tree_of_several_passes_fits_into_a_narrow_mask(tmp_path, tree):
     assert sum(drafted.from_draft) > 0
 
 
-CONTEXT = np.random.default_rng(2).integers(0, 288, 30).tolist()
-
-
 @pytest.fixture
 def drafter(model):
     proposer = drafter_of(model.parts.drafter)
@@ -262,10 +256,6 @@ def test_one_target_pass_per_round_and_one_drafter_pass_per_token(model, drafter
     assert model.parts.drafter.passes - before == 3
 
 
-READ = np.random.default_rng(6).integers(0, 288, 24).tolist()
-HOW = {"token_ids": READ, "max_new_tokens": 60, "ignore_eos": True}
-
-
 def sure(probability, hidden=None):
     logits = np.log(np.array([[probability, 1 - probability]], np.float32))
     return Answer(np.array([[4, 5]]), logits, np.zeros(1, np.float32), logits, hidden)
@@ -276,7 +266,7 @@ def sure(probability, hidden=None):
     [(False, 0.6, (0.7, 0.61, 0.59)), (True, 0.5, (0.8, 0.8, 0.7))],
 )
 def test_confidence_of_the_last_token_or_of_all(product, threshold, rates):
-    rule = DraftStop(confidence, threshold, product)
+    rule = model_proposer.DraftStop(confidence, threshold, product)
     for _ in range(2):
         rule.begin()
         assert [rule.ends_draft(sure(rate)) for rate in rates] == [False, False, True]
@@ -289,7 +279,7 @@ def constant_head(bias, size=3):
 
 def test_a_head_multiplies_its_rates():
     """Rates of one half: after two tokens a rejection is likelier than 0.7."""
-    rule = DraftStop(constant_head(0.0).rate_after, 1.0 - 0.7)
+    rule = model_proposer.DraftStop(constant_head(0.0).rate_after, 1.0 - 0.7)
     rule.begin()
     hidden = np.ones((1, 3), np.float32)
     assert [rule.ends_draft(sure(0.5, hidden)) for _ in range(2)] == [False, True]
@@ -302,7 +292,7 @@ def test_a_rate_is_that_of_the_written_formula():
     )
     head = AcceptanceHead(block, out, np.float32(0.3), np.float32(0.5))
     y = 0.5 * x.astype(float)
-    for _ in range(REPEATS):
+    for _ in range(model_proposer.REPEATS):
         z = block @ y
         y = y + z * (1 / (1 + np.exp(-z)))
     assert head.rate(x) == pytest.approx(1 / (1 + np.exp(-(out @ y + 0.3))), abs=1e-5)
@@ -347,9 +337,9 @@ def test_rules_do_not_outlive_their_generation(model):
 @pytest.mark.parametrize("rule", ["confidence", "product", "learned"])
 def test_a_rule_without_a_drafter_is_refused(bundle, rule):
     with jetdraft.load(bundle, threads=1, drafter_provider="off") as model:
-        assert make_draft_stop(None, None, model.parts) is None
+        assert model_proposer.make_draft_stop(None, None, model.parts) is None
         with pytest.raises(DraftingError, match="needs a drafter"):
-            make_draft_stop(rule, None, model.parts)
+            model_proposer.make_draft_stop(rule, None, model.parts)
 
 
 def test_a_head_of_another_bundle_is_refused(tmp_path):
@@ -367,9 +357,6 @@ def test_a_head_of_another_bundle_is_refused(tmp_path):
     ):
         with pytest.raises(StoreError, match=words):
             AcceptanceHead.load(path, bundle, size)
-
-
-PROMPTS = [np.random.default_rng(seed).integers(0, 288, 20) for seed in range(3)]
 
 
 def test_what_is_watched_are_the_compared_tokens(model):
@@ -427,15 +414,13 @@ def test_too_little_to_learn_from(model):
 
 
 def test_watching_leaves_no_trace(model):
-    before, meanwhile = set(methods()), set()
+    before, seen = set(methods()), set()
     again = [
-        record_verdicts(
-            model, PROMPTS, 40, 0.0, tick=lambda: meanwhile.update(methods())
-        )[0]
+        record_verdicts(model, PROMPTS, 40, 0.0, tick=lambda: seen.update(methods()))[0]
         for _ in range(2)
     ]
     np.testing.assert_allclose(*again, atol=1e-4)
-    assert meanwhile == before == set(methods())
+    assert seen == before == set(methods())
     assert model.planner.proposers()["draft"].stop is None
 
 

@@ -6,7 +6,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
-from jetdraft.errors import OptionError
+from jetdraft import Drafting, OptionError
 from jetdraft.methods import (
     Method,
     MethodOptions,
@@ -17,23 +17,11 @@ from jetdraft.methods import (
     registered,
 )
 from jetdraft.methods.stream.method import StreamOptions
-from jetdraft.runtime.planning.drafting import Drafting
 from jetdraft.runtime.planning.planner import MAX_PROPOSERS, Planner
 from jetdraft.runtime.proposers.drafter_methods import DraftOptions
 from jetdraft.runtime.sampling.verifiers import VERIFIERS
+from tests import cases
 from tests.programs import refused_option
-
-
-@dataclass(frozen=True)
-class EveryType(MethodOptions):
-    count: int = 1
-    share: float = 0.5
-    eager: bool = False
-    file: Path | None = None
-    levels: tuple[int, ...] | None = None
-    threshold: float | str | None = None
-    name: str = ""
-
 
 NOTES = Path("notes.npz")
 READ = {
@@ -56,6 +44,52 @@ MISREAD = {
     ("name", "a text"): [5],
     ("verifier", "a text"): [5],
 }
+IDS = np.random.default_rng(1).integers(0, 288, 30)
+DRAFT = {"method": "draft", "token_ids": IDS}
+PRUNED = StreamOptions(prune_threshold=0.05)
+KARY = {"tree": "k-ary", "branching": [2, 2]}
+CONTRADICTIONS = [
+    ({"tree": "oak"}, "unknown tree"),
+    ({"siblings": "twins"}, "unknown siblings"),
+    ({"verifier": "judge"}, "unknown verifier"),
+    ({"tree": "k-ary"}, "go together"), ({"branching": [2]}, "go together"),
+    ({"tree": "static"}, "go together"), ({"tree_parents": [0]}, "go together"),
+    ({"tree": "static", "tree_parents": [0, 2]}, "before"),
+    ({**KARY, "branching": [4, 4]}, "wider than a pass"),
+    ({**KARY, "branching": [0]}, "1 or more"),
+    ({"siblings": "with-replacement"}, "1,1,1"),
+    ({"tree": "rerank", "siblings": "with-replacement"}, "cannot have"),
+    ({**KARY, "verifier": "typical"}, "neither the text .*no-exact"),
+    ({"verifier": "tolerant"}, "neither the text .*no-exact"),
+    ({"top": 2}, "'walk' has no top; leave it out, or give verifier=tolerant"),
+    ({**KARY, "verifier": "recursive"}, "but not the text .*no-exact"),
+    ({"tree": "static", "tree_parents": []}, "no rows"),
+]  # fmt: skip
+FOR_SOME = [
+    ("draft", {**KARY, "verifier": "recursive"}, "for coupled"),
+    ("draft", {"verifier": "rejection"}, "for coupled"),
+    ("draft", {"tree": "heap", "verifier": "rejection"}, "one child per row"),
+    ("none", {"verifier": "k-seq"}, "has no meaning"),
+    ("lookup", {"verifier": "k-seq"}, "for deterministic"),
+]
+TREES = [
+    *({"tree": t} for t in ("best", "heap", "threshold", "rerank", "comb", "merged")),
+    {"tree": "heap", "siblings": "without-replacement"},
+    {"tree": "k-ary", "branching": [2, 2], "siblings": "top-and-one"},
+    {"tree": "static", "tree_parents": [0, 0, 1, 2]},
+]
+WIDE = {"tree": "best", "siblings": "deterministic"}
+
+
+@dataclass(frozen=True)
+class EveryType(MethodOptions):
+    count: int = 1
+    share: float = 0.5
+    eager: bool = False
+    file: Path | None = None
+    levels: tuple[int, ...] | None = None
+    threshold: float | str | None = None
+    name: str = ""
 
 
 @pytest.mark.parametrize(
@@ -167,13 +201,11 @@ def test_a_proposer_lives_on_with_its_options(model):
     assert made == [1, 2]
 
 
-@pytest.mark.parametrize(
-    ("error", "words"),
-    [
-        (OptionError("no moon; export it", "method"), "no method 'moon': no moon; "),
-        (OptionError("no moon; export it", ""), "no method 'moon': no moon; export it"),
-        (KeyError("boom"), "method 'moon' failed"),
-    ],
+@cases(
+    "error, words",
+    (OptionError("no moon; export it", "method"), "no method 'moon': no moon; "),
+    (OptionError("no moon; export it", ""), "no method 'moon': no moon; export it"),
+    (KeyError("boom"), "method 'moon' failed"),
     ids=repr,
 )
 def test_a_method_that_cannot_be_made_is_left_out_of_auto(model, error, words):
@@ -203,40 +235,6 @@ def test_auto_leaves_out_who_wants_to_be_left_out(model):
             lineup = model.planner.proposer_set(Drafting(settings={"eager": eager}))
             names = [proposer.traits.name for proposer in lineup.proposers]
             assert ("same" in names) == eager
-
-
-IDS = np.random.default_rng(1).integers(0, 288, 30)
-DRAFT = {"method": "draft", "token_ids": IDS}
-PRUNED = StreamOptions(prune_threshold=0.05)
-KARY = {"tree": "k-ary", "branching": [2, 2]}
-
-
-CONTRADICTIONS = [
-    ({"tree": "oak"}, "unknown tree"),
-    ({"siblings": "twins"}, "unknown siblings"),
-    ({"verifier": "judge"}, "unknown verifier"),
-    ({"tree": "k-ary"}, "go together"),
-    ({"branching": [2]}, "go together"),
-    ({"tree": "static"}, "go together"),
-    ({"tree_parents": [0]}, "go together"),
-    ({"tree": "static", "tree_parents": [0, 2]}, "before"),
-    ({**KARY, "branching": [4, 4]}, "wider than a pass"),
-    ({**KARY, "branching": [0]}, "1 or more"),
-    ({"siblings": "with-replacement"}, "1,1,1"),
-    ({"tree": "rerank", "siblings": "with-replacement"}, "cannot have"),
-    ({**KARY, "verifier": "typical"}, "neither the text .*no-exact"),
-    ({"verifier": "tolerant"}, "neither the text .*no-exact"),
-    ({"top": 2}, "'walk' has no top; leave it out, or give verifier=tolerant"),
-    ({**KARY, "verifier": "recursive"}, "but not the text .*no-exact"),
-    ({"tree": "static", "tree_parents": []}, "no rows"),
-]
-FOR_SOME = [
-    ("draft", {**KARY, "verifier": "recursive"}, "for coupled"),
-    ("draft", {"verifier": "rejection"}, "for coupled"),
-    ("draft", {"tree": "heap", "verifier": "rejection"}, "one child per row"),
-    ("none", {"verifier": "k-seq"}, "has no meaning"),
-    ("lookup", {"verifier": "k-seq"}, "for deterministic"),
-]
 
 
 @pytest.mark.parametrize(
@@ -325,23 +323,11 @@ def test_a_tree_wider_than_the_passes_of_a_bundle(model, monkeypatch):
     widths = dataclasses.replace(model.parts.widths, classes=[[1], [2, 4]], base=2)
     monkeypatch.setattr(model.parts.survey, "_widths", widths)
     model.stream(**DRAFT, drafting={**KARY, "branching": [3]})
-    words = "has 6 rows, a pass of this bundle holds 3 beside the root"
-    with refused_option(words):
+    with refused_option("has 6 rows, a pass of this bundle holds 3 beside the root"):
         model.stream(**DRAFT, drafting=KARY)
 
 
-TREES = [
-    *({"tree": t} for t in ("best", "heap", "threshold", "rerank", "comb", "merged")),
-    {"tree": "heap", "siblings": "without-replacement"},
-    {"tree": "k-ary", "branching": [2, 2], "siblings": "top-and-one"},
-    {"tree": "static", "tree_parents": [0, 0, 1, 2]},
-]
-WIDE = {"tree": "best", "siblings": "deterministic"}
-
-
-@pytest.mark.parametrize(
-    ("tree", "size"), [*((tree, None) for tree in TREES), (WIDE, 15)], ids=str
-)
+@cases("tree, size", *((tree, None) for tree in TREES), (WIDE, 15), ids=str)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_no_tree_changes_the_text(model, tree, size, temperature):
     options = {"temperature": temperature, "seed": 3, "max_new_tokens": 60}

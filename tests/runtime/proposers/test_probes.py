@@ -7,14 +7,9 @@ import pytest
 import torch
 
 import jetdraft
+from jetdraft import BundleError, Drafting, OptionError
+from jetdraft.checkpoints import streams
 from jetdraft.checkpoints.checkpoint import Checkpoint
-from jetdraft.checkpoints.streams import (
-    FORECAST,
-    LOSSLESS,
-    PromptSettings,
-    StreamSettings,
-)
-from jetdraft.errors import BundleError, OptionError
 from jetdraft.methods.ppd import method as ppd
 from jetdraft.methods.ppd.method import PromptProposer
 from jetdraft.runtime.drafts.rows import Probes, Probing, Rows
@@ -22,28 +17,22 @@ from jetdraft.runtime.measured.cost_model import Curve
 from jetdraft.runtime.measured.stats import Acceptance, Round
 from jetdraft.runtime.passes.answer import Answer
 from jetdraft.runtime.passes.pruned_halves import THRESHOLD_CHOICES, Threshold
-from jetdraft.runtime.planning.drafting import Drafting
 from jetdraft.runtime.proposers.proposer import Seen
 from jetdraft.runtime.sampling.chooser import Chooser, Sampling
 from jetdraft.train.attention import IMPLEMENTATION
 from jetdraft.train.prompts import prompt_logits
-from tests.tiny import (
-    exported,
-    llama_config,
-    save_checkpoint,
-    save_prompts,
-    save_streams,
-)
+from tests import tiny
+from tests.tiny import exported, llama_config, save_checkpoint, save_streams
 
 TREE = {"tree": "k-ary", "branching": [2, 2, 2]}
 RANKS = ((0.5, 0.2, 0.1), (0.4, 0.2, 0.1), (0.3, 0.1, 0.1))
 SETTINGS = {
     # One layer with streams above two without: halves of different sizes.
-    "stream": StreamSettings(
-        gamma=3, layers=1, lora_rank=4, prune_rank=2, mode=LOSSLESS
+    "stream": streams.StreamSettings(
+        gamma=3, layers=1, lora_rank=4, prune_rank=2, mode=streams.LOSSLESS
     ),
-    "ppd": PromptSettings(gamma=3, ranks=RANKS),
-    "forecast": PromptSettings(gamma=4, prefix=5, mode=FORECAST),
+    "ppd": streams.PromptSettings(gamma=3, ranks=RANKS),
+    "forecast": streams.PromptSettings(gamma=4, prefix=5, mode=streams.FORECAST),
 }
 PROMPT = np.random.default_rng(8).integers(0, 288, 20).tolist()
 WAYS = [
@@ -69,7 +58,7 @@ def models(tmp_path_factory):
             folder = tmp_path_factory.mktemp(kind or "base")
             save_checkpoint(folder / "c", llama_config())
             if kind:
-                save = save_streams if kind == "stream" else save_prompts
+                save = save_streams if kind == "stream" else tiny.save_prompts
                 save(folder / "c", replace(SETTINGS[kind], **changes), seed)
             recipe = f"int4-b{size}" if size else "none"
             sizes = {"capacity": 256, "max_width": 64}
@@ -147,9 +136,7 @@ def test_probes_do_not_change_a_bit_of_the_rows(models, kind):
 
 
 @every_kind
-def test_where_probes_change_bits_an_exact_generation_has_none(
-    models, monkeypatch, kind
-):
+def test_where_probes_change_bits_an_exact_text_has_none(models, monkeypatch, kind):
     model = models(kind)
     widths = replace(model.parts.widths, probes_agree=False)
     monkeypatch.setattr(model.parts.survey, "_widths", widths)
@@ -237,9 +224,7 @@ def test_a_chain_can_be_asked_for(models, monkeypatch):
     assert set(stats.rounds_by_choice) <= {"none", "stream:1", "stream:2", "stream:3"}
 
 
-def test_the_first_pass_carries_streams_on_the_last_prompt_row_alone(
-    models, monkeypatch
-):
+def test_the_first_pass_has_streams_on_the_last_prompt_row_alone(models, monkeypatch):
     model = models("stream")
     graph, seen = model.parts.target, []
     run = graph.run
@@ -321,8 +306,7 @@ def test_no_threshold_changes_a_text(models, plain_text, way, threshold, tree):
     pruned = text(model, "stream", drafting=drafting, **way)
     assert pruned.token_ids == plain_text(model, way)
     if threshold == 2.0:
-        assert pruned.stats.accepted_tokens == 0
-        assert pruned.stats.target_passes == 120
+        assert (pruned.stats.accepted_tokens, pruned.stats.target_passes) == (0, 120)
     if threshold == 0.0 and tree:
         whole = text(model, "stream", drafting=tree, **way).stats
         assert pruned.stats.target_passes == whole.target_passes
@@ -451,8 +435,7 @@ def test_the_plan_follows_the_text(models):
 
     proposer = PromptProposer(model.parts.target.contract, [[0.02] * 3] * 3, pass_ms)
     proposer.begin(PROMPT, Chooser(Sampling()))
-    before = proposer.plan(7)
-    length = len(PROMPT)
+    before, length = proposer.plan(7), len(PROMPT)
     for _ in range(120):
         logits = np.array([[3.0, 2.0, 1.0]] * 3, np.float32)
         ids = np.arange(length, length + 3)[:, None] + [[0, 100, 101]]

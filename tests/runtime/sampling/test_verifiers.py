@@ -4,17 +4,13 @@ import numpy as np
 import pytest
 
 from jetdraft.errors import OptionError
-from jetdraft.runtime.drafts.noise import (
-    BLOCK,
-    Distribution,
-    exponentials,
-    exponentials_below,
-    gumbel,
-)
+from jetdraft.runtime.drafts import noise
+from jetdraft.runtime.drafts.noise import BLOCK, Distribution, exponentials, gumbel
 from jetdraft.runtime.drafts.rows import Kind, Rows
 from jetdraft.runtime.passes.answer import Answer
 from jetdraft.runtime.sampling.chooser import Chooser, Sampling
 from jetdraft.runtime.sampling.verifiers import VERIFIERS
+from tests import cases
 
 P = np.array([0.5, 0.3, 0.15, 0.05])
 Q = np.array([0.4, 0.1, 0.2, 0.3])
@@ -26,6 +22,11 @@ EXACT = [
     *[("k-seq", Kind.REPLACED, k) for k in (1, 2, 3)],
     *[("greedy-plus-one", Kind.TOP_AND_ONE, k) for k in (1, 2, 3)],
 ]
+CHAIN, TREE = Rows.chain([5, 6, 7, 8]), Rows([5, 6, 7, 8], [-1, 0, 0, 2])
+BINS = 64
+LIMIT_63 = 117.0  # chi-square, 63 degrees of freedom, p = 1e-4, rounded up
+POSITIONS = np.arange(400)[:, None]
+IDS = np.arange(1000)[None, :]
 
 
 def pairs(count=10):
@@ -56,14 +57,12 @@ def test_the_chosen_token_follows_p(name, kind, k):
             assert accepted == pytest.approx(best, abs=1e-9)
 
 
-@pytest.mark.parametrize(
-    ("name", "kind", "expected"),
-    [
-        ("recursive", Kind.REPLACED, (0.7, 0.83, 0.847)),
-        ("recursive", Kind.DISTINCT, (0.7, 0.8419642857, 0.881925)),
-        ("k-seq", Kind.REPLACED, (0.7, 0.84, 0.875)),
-        ("greedy-plus-one", Kind.TOP_AND_ONE, (0.7, 0.8666666667, 1.0)),
-    ],
+@cases(
+    "name, kind, expected",
+    ("recursive", Kind.REPLACED, (0.7, 0.83, 0.847)),
+    ("recursive", Kind.DISTINCT, (0.7, 0.8419642857, 0.881925)),
+    ("k-seq", Kind.REPLACED, (0.7, 0.84, 0.875)),
+    ("greedy-plus-one", Kind.TOP_AND_ONE, (0.7, 0.8666666667, 1.0)),
 )
 def test_golden_acceptance(name, kind, expected):
     for k, value in enumerate(expected, start=1):
@@ -192,11 +191,9 @@ def test_tolerant_takes_the_top_within_the_tolerance():
     assert chosen_after([2, 1, 3], top=4, tolerance=9.0) == 1
 
 
-def accepted_of(chain, answer, **options):
+def accepted_of(chain, answer, **how):
     rows = Rows.chain([0, *chain], Kind.DETERMINISTIC)
-    chosen = tolerant(**options).choose(
-        rows, answer, range(len(rows)), Chooser(Sampling())
-    )
+    chosen = tolerant(**how).choose(rows, answer, range(len(rows)), Chooser(Sampling()))
     return len(rows.walk(chosen)) - 1
 
 
@@ -250,21 +247,13 @@ def test_chain_parents_and_depths():
     assert rows.drafted == 2
 
 
-CHAIN, TREE = Rows.chain([5, 6, 7, 8]), Rows([5, 6, 7, 8], [-1, 0, 0, 2])
-
-
-@pytest.mark.parametrize(
-    ("rows", "chosen", "path"),
-    [
-        (CHAIN, [6, 7, 9, 1], [0, 1, 2]),
-        (CHAIN, [9, 7, 8, 1], [0]),
-        (CHAIN, [6, 7, 8, 1], [0, 1, 2, 3]),
-        (CHAIN, [1, 7, 8, 9], [0]),
-        (TREE, [7, 1, 8, 4], [0, 2, 3]),
-        (TREE, [6, 1, 8, 4], [0, 1]),
-        (Rows([5, 6, 6], [-1, 0, 0]), [6, 1, 1], [0, 1]),
-    ],
-)
+@cases(
+    "rows, chosen, path",
+    (CHAIN, [6, 7, 9, 1], [0, 1, 2]), (CHAIN, [9, 7, 8, 1], [0]),
+    (CHAIN, [6, 7, 8, 1], [0, 1, 2, 3]), (CHAIN, [1, 7, 8, 9], [0]),
+    (TREE, [7, 1, 8, 4], [0, 2, 3]), (TREE, [6, 1, 8, 4], [0, 1]),
+    (Rows([5, 6, 6], [-1, 0, 0]), [6, 1, 1], [0, 1]),
+)  # fmt: skip
 def test_the_walk_ends_at_the_first_wrong_token(rows, chosen, path):
     assert rows.walk(chosen) == path
 
@@ -308,12 +297,6 @@ def test_depth_first_keeps_the_tree_and_the_order_of_siblings():
 def test_what_is_no_tree_is_refused(tokens, parents):
     with pytest.raises(OptionError):
         Rows(tokens, parents).check()
-
-
-BINS = 64
-LIMIT_63 = 117.0  # chi-square, 63 degrees of freedom, p = 1e-4, rounded up
-POSITIONS = np.arange(400)[:, None]
-IDS = np.arange(1000)[None, :]
 
 
 def uniforms(seed, positions, ids):
@@ -381,10 +364,10 @@ def test_gumbel_moments():
 @pytest.mark.parametrize("vocab_size", [1, 255, 1000, 4 * BLOCK])
 @pytest.mark.parametrize("most", [1e-9, 1e-3, 0.1, 3.0])
 def test_quiet_tokens_are_those_below_the_limit(vocab_size, most):
-    positions = POSITIONS[:50]
-    values = exponentials(3, positions, np.arange(vocab_size)[None])
+    places = POSITIONS[:50]
+    values = exponentials(3, places, np.arange(vocab_size)[None])
     limits = np.full(50, most)
-    rows, ids, quiets = exponentials_below(3, positions.ravel(), vocab_size, limits)
+    rows, ids, quiets = noise.exponentials_below(3, places.ravel(), vocab_size, limits)
     assert list(zip(rows, ids, strict=True)) == list(
         zip(*np.nonzero(values < most), strict=True)
     )

@@ -7,16 +7,14 @@ import pytest
 from transformers import WhisperFeatureExtractor
 
 from jetdraft.errors import OptionError
+from jetdraft.runtime.speech import sound
 from jetdraft.runtime.speech.segments import Segment, Window, srt, vtt
-from jetdraft.runtime.speech.sound import (
-    MAX_SECONDS,
-    check_sound,
-    log_mel,
-    read_sound,
-    resample,
-)
-from tests import whispers
+from jetdraft.runtime.speech.sound import MAX_SECONDS, log_mel, read_sound, resample
+from tests import cases, whispers
 from tests.programs import refused_option
+
+T = 100
+"""The id of the timestamp 0.00."""
 
 
 @pytest.mark.parametrize("longer", [False, True])
@@ -77,19 +75,17 @@ def test_floats_are_read(type_, channels, longer):
         read_sound(riff(form(samples, 3), part(b"data", samples.tobytes())))
 
 
-@pytest.mark.parametrize(
+@cases(
     "data",
-    [
-        riff(NOTE, PCM, NOTE, part(b"data", DATA), NOTE),
-        riff(PCM, part(b"data", DATA), size=0),
-        riff(PCM, part(b"data", DATA, 0), size=0),
-        riff(PCM, part(b"data", DATA, FAR), size=FAR),
-        riff(PCM, part(b"data", DATA, 2**31 - 2**12), size=2**31 - 2**12 + 36),
-        riff(long_sizes(len(DATA)), PCM, part(b"data", DATA, FAR), NOTE, kind=b"RF64"),
-        riff(long_sizes(0), PCM, part(b"data", DATA, FAR), kind=b"BW64", size=FAR),
-        riff(long_sizes(2**64 - 1), PCM, part(b"data", DATA, FAR), kind=b"RF64"),
-        riff(part(b"JUNK", bytes(28)), PCM, part(b"data", DATA), kind=b"RF64"),
-    ],
+    riff(NOTE, PCM, NOTE, part(b"data", DATA), NOTE),
+    riff(PCM, part(b"data", DATA), size=0),
+    riff(PCM, part(b"data", DATA, 0), size=0),
+    riff(PCM, part(b"data", DATA, FAR), size=FAR),
+    riff(PCM, part(b"data", DATA, 2**31 - 2**12), size=2**31 - 2**12 + 36),
+    riff(long_sizes(len(DATA)), PCM, part(b"data", DATA, FAR), NOTE, kind=b"RF64"),
+    riff(long_sizes(0), PCM, part(b"data", DATA, FAR), kind=b"BW64", size=FAR),
+    riff(long_sizes(2**64 - 1), PCM, part(b"data", DATA, FAR), kind=b"RF64"),
+    riff(part(b"JUNK", bytes(28)), PCM, part(b"data", DATA), kind=b"RF64"),
     ids=["parts", "no size", "no sizes", "pipe", "sox", "RF64", "BW64", "far", "short"],
 )
 def test_the_sound_is_found(data, tmp_path, recwarn):
@@ -215,7 +211,7 @@ def test_long_sounds_and_wrong_arrays_are_refused(tmp_path):
         read_sound(slow)
     for wrong in ([[0.0]], [1, 2], np.full(1600, np.nan), "abc"):
         with pytest.raises(OptionError, match="a sound is a WAV file"):
-            check_sound(wrong)
+            sound.check_sound(wrong)
     for place, fact in (tmp_path, "is a folder"), (tmp_path / "a.wav", "no file"):
         with pytest.raises(OptionError, match=fact):
             read_sound(place)
@@ -236,22 +232,16 @@ def test_silence_has_no_spectrum():
     assert np.ptp(log_mel(np.zeros(1600, np.float32), 80, 100)) == 0
 
 
-T = 100
-"""The id of the timestamp 0.00."""
-
-
-@pytest.mark.parametrize(
-    ("tokens", "spans", "slots"),
-    [
-        # A segment that was cut off is left to the next window.
-        ([T, 5, 6, T + 50, T + 50, 7, 8], [(0, 50, [5, 6])], 50),
-        # A closed window is taken whole.
-        ([T, 5, T + 40, T + 45, 7, T + 90], [(0, 40, [5]), (45, 90, [7])], 1500),
-        # One segment ends at its timestamp, or with the window.
-        ([T, 5, T + 40], [(0, 40, [5])], 1500),
-        ([T, 5], [(0, 1500, [5])], 1500),
-        ([5, 6], [(0, 1500, [5, 6])], 1500),
-    ],
+@cases(
+    "tokens, spans, slots",
+    # A segment that was cut off is left to the next window.
+    ([T, 5, 6, T + 50, T + 50, 7, 8], [(0, 50, [5, 6])], 50),
+    # A closed window is taken whole.
+    ([T, 5, T + 40, T + 45, 7, T + 90], [(0, 40, [5]), (45, 90, [7])], 1500),
+    # One segment ends at its timestamp, or with the window.
+    ([T, 5, T + 40], [(0, 40, [5])], 1500),
+    ([T, 5], [(0, 1500, [5])], 1500),
+    ([5, 6], [(0, 1500, [5, 6])], 1500),
 )
 def test_timestamps_cut_a_window(tokens, spans, slots):
     assert Window.of(tokens, T, 1500) == Window(spans, slots)
@@ -268,10 +258,8 @@ def test_subtitles():
         Segment(0.0, 2.4, " Hi -->\n\n you.", []),
         Segment(3661.5, 3662.0, "x", []),
     ]
-    assert srt(segments) == (
+    assert (srt(segments), vtt(segments[:1])) == (
         "1\n00:00:00,000 --> 00:00:02,400\nHi -> you.\n\n"
-        "2\n01:01:01,500 --> 01:01:02,000\nx\n\n"
-    )
-    assert vtt(segments[:1]) == (
-        "WEBVTT\n\n00:00:00.000 --> 00:00:02.400\nHi -> you.\n\n"
+        "2\n01:01:01,500 --> 01:01:02,000\nx\n\n",
+        "WEBVTT\n\n00:00:00.000 --> 00:00:02.400\nHi -> you.\n\n",
     )

@@ -17,24 +17,6 @@ from tests.tiny import END_OF_TEXT, VOCAB_SIZE, tokenizer
 
 SIZE = VOCAB_SIZE + 13
 """The head has more rows than the tokenizer has tokens, and no multiple of 8."""
-
-
-def sentencepiece(added):
-    """A BPE of bytes and letters with the decoder of Llama 2."""
-    names = [END_OF_TEXT, *(f"<0x{byte:02X}>" for byte in range(256)), LOW]
-    names += sorted(set("<tool_call>abcdefghijklmnopqrstuvwxyz[]"))
-    ids = {name: id for id, name in enumerate(names)}
-    made = Tokenizer(models.BPE(vocab=ids, merges=[], byte_fallback=True))
-    made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
-    made.decoder = decoders.Sequence(
-        [decoders.Replace(LOW, " "), decoders.ByteFallback(), decoders.Fuse()]
-    )
-    made.add_special_tokens([END_OF_TEXT])
-    for token in added:
-        (made.add_special_tokens if token.special else made.add_tokens)([token])
-    return made
-
-
 BAR, LOW = "\uff5c", "\u2581"
 HERMES = "<tool_call>", "</tool_call>"
 SHAPES = {
@@ -52,6 +34,23 @@ SHAPES = {
     "MiniMax": (("<minimax:tool_call>", "</minimax:tool_call>"), {"special": False}),
 }  # fmt: skip
 ESCAPED = str.maketrans({char: "\\" + char for char in "|[]/"})
+CALL = '{"name": "f", "arguments": {}}'
+
+
+def sentencepiece(added):
+    """A BPE of bytes and letters with the decoder of Llama 2."""
+    names = [END_OF_TEXT, *(f"<0x{byte:02X}>" for byte in range(256)), LOW]
+    names += sorted(set("<tool_call>abcdefghijklmnopqrstuvwxyz[]"))
+    ids = {name: id for id, name in enumerate(names)}
+    made = Tokenizer(models.BPE(vocab=ids, merges=[], byte_fallback=True))
+    made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
+    made.decoder = decoders.Sequence(
+        [decoders.Replace(LOW, " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    made.add_special_tokens([END_OF_TEXT])
+    for token in added:
+        (made.add_special_tokens if token.special else made.add_tokens)([token])
+    return made
 
 
 def literals(text):
@@ -141,8 +140,7 @@ def test_a_text_that_nothing_else_can_be_is_written_by_its_token(text):
 def test_a_text_may_still_be_spelled(text):
     text, tags = text
     constraint, before, after = literals(tags[1])["long regex"]
-    found = text.allowed(constraint, text.ids(f"{before}{tags[1]}{after}"))
-    assert 0 in found[-1]
+    assert 0 in text.allowed(constraint, text.ids(f"{before}{tags[1]}{after}"))[-1]
 
 
 def test_a_special_token_needs_a_constraint_that_has_its_text(text):
@@ -179,9 +177,6 @@ def test_a_grammar_may_name_a_token(text_of, kind):
     found = text.allowed(both, [a, begin, a])
     assert begin in found[1]
     assert found[2:] == [{a}, {0}]
-
-
-CALL = '{"name": "f", "arguments": {}}'
 
 
 @pytest.mark.parametrize("shape", ["Qwen2.5", "special", "stripping", None])

@@ -19,6 +19,15 @@ from tests.families import FAMILIES, SPECIAL, TAG, WORDS, made
 from tests.runtime.text.test_template import CHATS, own_prompt, transformers_prompt
 
 CASES = settings(max_examples=40, deadline=None)
+every_family = pytest.mark.parametrize("family", FAMILIES)
+FOLDER = os.environ.get("JETDRAFT_TEMPLATES")
+FILES = [
+    file
+    for pattern in ("tokenizer_config.json", "*.gguf")
+    for file in (sorted(Path(FOLDER).rglob(pattern)) if FOLDER else ())
+]
+TEXT = "def f():\n    return 'naïve — 日本語 🚀'\n"
+LONG = "a日本語🚀é🚀bcd日b本🚀cdé"
 
 
 @cache
@@ -62,9 +71,6 @@ def watched(codec, prompt, rounds, ends=(), stop=()):
         text += watcher.take()
         texts += watcher.texts
     return kept, text + watcher.rest(), watcher.reason, texts
-
-
-every_family = pytest.mark.parametrize("family", FAMILIES)
 
 
 @every_family
@@ -155,14 +161,6 @@ def test_a_truncating_and_padding_tokenizer_takes_prompts_whole(tmp_path):
     assert len(codec.encode("a")) == 1
 
 
-FOLDER = os.environ.get("JETDRAFT_TEMPLATES")
-FILES = [
-    file
-    for pattern in ("tokenizer_config.json", "*.gguf")
-    for file in (sorted(Path(FOLDER).rglob(pattern)) if FOLDER else ())
-]
-
-
 def published(file):
     if file.suffix == ".gguf":
         field = GgufFile(str(file)).field
@@ -194,9 +192,6 @@ def test_a_published_template_renders_as_transformers_does(file, chat):
     for source in templates:
         expected = transformers_prompt(source, tokens, chat)
         assert own_prompt(source, tokens, chat) == expected
-
-
-TEXT = "def f():\n    return 'naïve — 日本語 🚀'\n"
 
 
 @pytest.fixture
@@ -236,9 +231,6 @@ def byte_fallback(tmp_path):
     return TextCodec(tmp_path / "tokenizer.json")
 
 
-LONG = "a日本語🚀é🚀bcd日b本🚀cdé"
-
-
 def test_a_character_that_begins_in_the_prompt_comes_whole(byte_fallback):
     codec = byte_fallback
     ids = codec.encode(LONG)
@@ -264,9 +256,7 @@ def test_a_character_that_a_byte_level_prompt_begins_comes_whole(codec):
     ("prompt", "size", "more", "text"),
     [("a日🚀", -1, "bcd", "bcd"), ("a\ufffd", None, "🚀b", "🚀b")],
 )
-def test_what_the_prompt_began_in_vain_is_not_shown(
-    byte_fallback, prompt, size, more, text
-):
+def test_what_a_prompt_began_in_vain_is_hidden(byte_fallback, prompt, size, more, text):
     stream = byte_fallback.stream(byte_fallback.encode(prompt)[:size])
     pieces = (stream.push(byte_fallback.encode(letter)) for letter in more)
     assert "".join(pieces) == text

@@ -2,13 +2,11 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from jetdraft.bundle import Bundle
+from jetdraft import Bundle, BundleError, OptionError, ToolCall
 from jetdraft.checkpoints.gguf_tokenizer import special_tokens
 from jetdraft.checkpoints.model_reader import chat_template
-from jetdraft.errors import BundleError, OptionError
 from jetdraft.runtime.text import sandbox
 from jetdraft.runtime.text.template import ChatTemplate, user_message
-from jetdraft.runtime.text.tools import ToolCall
 
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 SYSTEM = {"role": "system", "content": "Be brief."}
@@ -46,29 +44,6 @@ CHATS = {
     "documents": ([ASKED], {"documents": [{"title": "t", "text": "x"}]}),
     "refused": ([SAID, SAID], {}),
 }
-
-
-def transformers_prompt(source, tokens, chat):
-    """What transformers makes of a chat; None if the template refuses it."""
-    messages, variables = CHATS[chat]
-    # `apply_chat_template` drops the null fields before it calls this.
-    plain = [{k: v for k, v in m.items() if v is not None} for m in messages]
-    how = {"add_generation_prompt": True, **tokens, **variables}
-    try:
-        [prompt], _ = render_jinja_template([plain], chat_template=source, **how)
-    except Exception:
-        return None
-    return prompt
-
-
-def own_prompt(source, tokens, chat):
-    messages, variables = CHATS[chat]
-    try:
-        return ChatTemplate(source, tokens).render(messages, **variables)
-    except OptionError:
-        return None
-
-
 TEMPLATES = {
     "tokens": "{{ bos_token }}|{{ eos_token }}|{{ pad_token }}|{{ unk_token }}",
     "none": "{{ tools is not none }}{{ documents == none }}{{ tools is defined }}",
@@ -120,6 +95,28 @@ TEMPLATES = {
     ),
     "date": "{{ strftime_now('%d %b %Y %Z') }}",
 }
+GROWING = "{% set ns = namespace(v=X) %}{% for i in range(99) %}STEP{% endfor %}"
+
+
+def transformers_prompt(source, tokens, chat):
+    """What transformers makes of a chat; None if the template refuses it."""
+    messages, variables = CHATS[chat]
+    # `apply_chat_template` drops the null fields before it calls this.
+    plain = [{k: v for k, v in m.items() if v is not None} for m in messages]
+    how = {"add_generation_prompt": True, **tokens, **variables}
+    try:
+        [prompt], _ = render_jinja_template([plain], chat_template=source, **how)
+    except Exception:
+        return None
+    return prompt
+
+
+def own_prompt(source, tokens, chat):
+    messages, variables = CHATS[chat]
+    try:
+        return ChatTemplate(source, tokens).render(messages, **variables)
+    except OptionError:
+        return None
 
 
 @pytest.mark.parametrize("chat", CHATS)
@@ -167,8 +164,7 @@ def test_of_several_templates_one_is_for_tools():
     assert template.render([user_message("a")]) == "1"
     assert template.render([user_message("a")], **TOOLS) == "1s"
     for names, expected in (("default", "{{ 1 }}\n"), ("tool_use", None)):
-        part = {name: several[name] for name in [names]}
-        assert chat_template(part) == expected
+        assert chat_template({name: several[name] for name in [names]}) == expected
 
 
 def test_a_refusal_has_the_templates_words_and_the_roles():
@@ -194,9 +190,6 @@ def test_an_empty_list_of_calls_is_no_call():
     )
     said = {"role": "assistant", "content": "a", "tool_calls": []}
     assert ChatTemplate(counting, {}).render([said]) == "a"
-
-
-GROWING = "{% set ns = namespace(v=X) %}{% for i in range(99) %}STEP{% endfor %}"
 
 
 def growing(start, step):
@@ -237,8 +230,7 @@ def test_what_cannot_be_computed_is_one_line(source, monkeypatch):
     monkeypatch.setattr(sandbox, "MAX_SECONDS", 0.2)
     with pytest.raises(OptionError, match="refuses these messages") as caught:
         ChatTemplate(source, {}).render([user_message("a")])
-    assert str(caught.value).count("\n") == 0
-    assert caught.value.field == "messages"
+    assert (str(caught.value).count("\n"), caught.value.field) == (0, "messages")
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ import pytest
 import jetdraft
 from jetdraft.errors import ConstraintError, JetdraftError, OptionError
 from jetdraft.runtime.text import constraint, worker_process
+from tests import cases
 from tests.server.serving import until
 
 # 575 characters that take a process for ever, and all memory.
@@ -42,6 +43,8 @@ REFUSED = {
 
 
 TOO_MUCH = r"cannot be followed .*too much time"
+# Half a second of computing, to be read while others have the processor.
+WIDE = "|".join(f"[a-f]{{2}}{i}" for i in range(20_000))
 
 
 @pytest.fixture
@@ -147,9 +150,7 @@ def test_a_step_that_takes_too_long_ends_the_text(model, monkeypatch):
     follows(model)
 
 
-@pytest.mark.parametrize(
-    ("seconds", "reason"), [(1.0, "deadline"), (None, "cancelled")]
-)
+@cases("seconds, reason", (1.0, "deadline"), (None, "cancelled"))
 def test_a_step_ends_with_its_text(model, seconds, reason):
     assert model.vocabulary  # the text's time continues while it is read
     stream = model.stream("a", regex="[a-z]{1,50}", max_seconds=seconds)
@@ -168,10 +169,6 @@ def test_a_worker_that_stops_is_given_up(model, monkeypatch):
     refused = pytest.raises(ConstraintError, match=TOO_MUCH)
     with stopped(text), at_most(1), refused:
         stream.result()
-
-
-# Half a second of computing, to be read while others have the processor.
-WIDE = "|".join(f"[a-f]{{2}}{i}" for i in range(20_000))
 
 
 def computed(process):
@@ -306,12 +303,8 @@ def slow_start(monkeypatch):
             os.kill(process, signal.SIGCONT)
 
 
-@pytest.mark.parametrize(
-    ("seconds", "reason"), [(0.3, "deadline"), (None, "cancelled")]
-)
-def test_the_start_of_the_process_ends_with_its_text(
-    model, slow_start, seconds, reason
-):
+@cases("seconds, reason", (0.3, "deadline"), (None, "cancelled"))
+def test_the_start_of_a_process_ends_with_its_text(model, slow_start, seconds, reason):
     if seconds is None:
         threading.Timer(0.3, model.cancel).start()
     with at_most(2):
@@ -323,9 +316,7 @@ def test_the_start_of_the_process_ends_with_its_text(
     assert slow_start == [process]
 
 
-def test_who_waits_for_a_process_that_another_text_started_can_end_too(
-    model, slow_start
-):
+def test_who_waits_for_a_process_that_another_started_can_end_too(model, slow_start):
     first = threading.Thread(target=model.generate, args=("a",), kwargs={"regex": "b"})
     first.start()
     until(lambda: slow_start, 2)
@@ -356,16 +347,14 @@ def test_no_worker_survives_its_program(toy, grammar):
         "stream = model.stream('a', grammar=sys.argv[2])\n"
         "sys.stdin.read()\n"
     )
-    command = [sys.executable, "-c", code, str(toy), grammar]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as program:
-        assert program.stdout is not None
-        program.stdout.readline()
-        until(lambda: len(workers({program.pid})) == 2, 10)
-        orphans = workers({program.pid})
-        program.kill()
-        program.wait()
+    line = [sys.executable, "-c", code, str(toy), grammar]
+    with subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        until(lambda: len(workers({child.pid})) == 2, 10)
+        orphans = workers({child.pid})
+        child.kill()
+        child.wait()
         until(lambda: not any(map(is_alive, orphans)), 2)
 
 

@@ -94,9 +94,7 @@ def test_the_tokens_before_rows(floats):
 
 
 @pytest.mark.parametrize("task", [ChimeraTask, GlideTask])
-def test_no_draft_sees_rows_that_the_runtime_does_not_have(
-    target, text, tmp_path, task
-):
+def test_no_draft_sees_rows_that_the_runtime_lacks(target, text, tmp_path, task):
     run = made(task, target, tmp_path / "out", [text], None, QUICK)
     drafter, rows = run.module.drafter.eval(), torch.arange(15)
     states = [torch.randn(1, 15, 64), *torch.randn(2, 1, 2, 15, 16)]

@@ -9,6 +9,9 @@ from tests.train.attached.conftest import LONG, in_floats, random_head
 from tests.train.periodic import PERIOD, QUICK, made
 
 METHOD, LAYERS = "falcon", 2
+TEXT = np.random.default_rng(6).integers(1, 288, 34).tolist()
+READ, AGAIN = 20, 23
+"""Rows of the target that a drafter sees at first, and after an accepted draft."""
 
 
 def test_short_prompts_are_drafted_for_later(model):
@@ -19,11 +22,6 @@ def test_short_prompts_are_drafted_for_later(model):
         made = model.generate(token_ids=prompt, **how)
         assert made.token_ids == text
         assert made.stats.drafted_tokens > 10
-
-
-TEXT = np.random.default_rng(6).integers(1, 288, 34).tolist()
-READ, AGAIN = 20, 23
-"""Rows of the target that a drafter sees at first, and after an accepted draft."""
 
 
 @pytest.fixture(scope="module", params=[2, 3])
@@ -63,8 +61,7 @@ def test_the_graph_drafts_what_the_module_computes_anew(floats):
     model, module, features = floats
     model.forget()
     parts, follower = model.parts, model.parts.draft_cache
-    kept = parts.bundle.draft_vocabulary()
-    states = features[0].numpy()
+    kept, states = parts.bundle.draft_vocabulary(), features[0].numpy()
     np.testing.assert_allclose(
         parts.target.run(TEXT[:16]).features, states[:16], atol=1e-4
     )
@@ -100,15 +97,12 @@ def test_a_path_of_a_tree_is_a_chain(floats):
     made = [level.candidate_logits[-1].copy() for level in blocks[1].levels]
     np.testing.assert_allclose(made, chain[size - 1 : 2 * size - 1], atol=1e-5)
     assert np.abs(blocks[0].levels[0].candidate_logits[-1] - made[0]).max() > 0.001
-    [last] = follower.branch_blocks([(blocks[1], path[size:])], 2 * follower.rows)
-    np.testing.assert_allclose(
-        last.levels[0].candidate_logits[-1], chain[-1], atol=1e-5
-    )
+    [end] = follower.branch_blocks([(blocks[1], path[size:])], 2 * follower.rows)
+    np.testing.assert_allclose(end.levels[0].candidate_logits[-1], chain[-1], atol=1e-5)
 
 
 def test_a_tree_of_single_children_is_the_chain(model):
-    own = methods()["falcon"]
-    prompt = model.parts.text.encode(PERIOD * 2)
+    own, prompt = methods()["falcon"], model.parts.text.encode(PERIOD * 2)
     states = model.parts.target.run(prompt[:-1]).features.copy()
     follower, drafts = model.parts.draft_cache, []
     for options in ({}, {"tree": "k-ary", "branching": (1,) * 6}):
@@ -123,8 +117,7 @@ def test_a_tree_of_single_children_is_the_chain(model):
 
 
 def test_a_pass_drafts_a_block(model):
-    follower = model.parts.draft_cache
-    prompt = model.parts.text.encode(PERIOD * 2)
+    follower, prompt = model.parts.draft_cache, model.parts.text.encode(PERIOD * 2)
     states = model.parts.target.run(prompt[:-1]).features.copy()
     own = methods()["falcon"]
     for options in ({}, {"tree": "k-ary", "branching": (2, 1, 1, 1, 1, 1)}):

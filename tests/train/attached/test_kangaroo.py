@@ -6,16 +6,14 @@ import pytest
 import torch
 
 import jetdraft
-from jetdraft.bundle import Bundle
+from jetdraft import Bundle, Drafting, OptionError, UnsupportedModelError
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.heads.head_reader import load_head
-from jetdraft.errors import OptionError, UnsupportedModelError
 from jetdraft.methods import registered
 from jetdraft.methods.kangaroo.task import KangarooSettings, KangarooTask
 from jetdraft.methods.select import method as select_method
 from jetdraft.runtime.drafts.rows import Rows
 from jetdraft.runtime.passes.halves import Halves
-from jetdraft.runtime.planning.drafting import Drafting
 from jetdraft.train.task import TrainingOptions
 from tests.programs import assert_refused
 from tests.programs import jetdraft as cli
@@ -91,8 +89,7 @@ def test_all_caches_hold_what_a_fresh_prefill_holds(model, plain, accepted):
     assert len(path) == 1 + accepted
     assert leading.commit(path, ends_at_gap=True) == len(path)
     assert leading.ahead == []
-    sequence = [*prompt, *draft[: 1 + accepted]]
-    first = len(prompt)
+    sequence, first = [*prompt, *draft[: 1 + accepted]], len(prompt)
     follower.observe(first, sequence[first:], answer.features[path])
     assert follower.follow([*sequence, text[1 + accepted]]) is not None
     fed = len(follower.tokens)

@@ -8,35 +8,19 @@ import torch
 import torch.nn.functional as F
 
 import jetdraft
-from jetdraft.bundle import Bundle
+from jetdraft import Bundle, errors
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.heads.head_reader import load_head
 from jetdraft.checkpoints.parameters import store_weights_in
 from jetdraft.devices.detection import Rail
 from jetdraft.devices.providers import PROVIDERS
-from jetdraft.errors import (
-    CheckpointError,
-    DataError,
-    DeviceError,
-    OptionError,
-    PairError,
-    TrainingError,
-)
 from jetdraft.export.drafters import drafter_arrays, head_arrays
 from jetdraft.learning.lessons import VERDICT_TOKENS, Lesson, WeightSets, drafter_sha256
 from jetdraft.methods.eagle.task import EagleSettings, EagleTask
 from jetdraft.runtime.passes.opener import Opener
 from jetdraft.runtime.passes.session import ONE_THREAD
 from jetdraft.train import learning as module
-from jetdraft.train.learning import (
-    LOOK_SECONDS,
-    Background,
-    Learned,
-    Pace,
-    UseOptions,
-    UseTraining,
-    publish,
-)
+from jetdraft.train.learning import Learned, Pace, UseOptions, UseTraining, publish
 from jetdraft.train.students import UNROLLED_STEPS, Missed, load_student
 from jetdraft.train.task import TrainingOptions
 from tests.devices.trees import POWER, write
@@ -46,6 +30,20 @@ from tests.toy_drafter import save_drafter
 from tests.train.periodic import PERIOD, made, nothing, write_periodic
 
 TEXT = torch.arange(1, 65)
+QUICK = TrainingOptions(steps=12, batch_size=2, sequence_length=48, validate_every=12)
+LAYERS = 4
+SETTINGS = EagleSettings(draft_vocabulary=40)
+# Online Speculative Decoding (2310.07177) reports that acceptance rises by 0.1 to 0.65.
+ROUNDS = 2500
+"""The rounds after the shift in which acceptance must be back."""
+DRAFTED = {
+    "method": "draft", "num_draft_tokens": 4, "max_new_tokens": 48, "temperature": 0.0,
+    "ignore_eos": True,
+}  # fmt: skip
+SENSORS = ("battery", "temperature", "pressure", "speed", "distance", "light")
+ASKED = ("What is the {}?", "Tell me the {}.", "How is the {}?", "Read the {} sensor.")
+WHO = ("The robot", "A robot", "The red robot", "The small robot", "A man", "The cat")
+DOES = ("sees", "moves", "finds", "takes", "follows", "likes")
 
 
 @pytest.fixture(scope="module")
@@ -74,9 +72,9 @@ def test_a_drafter_of_another_padding_learns(tmp_path, rows):
 
 def test_another_checkpoint_is_refused(toy, tmp_path):
     other = save_checkpoint(tmp_path / "other", drafter_config())
-    with pytest.raises(PairError, match="does not have the form"):
+    with pytest.raises(errors.PairError, match="does not have the form"):
         load_student(Bundle.open(toy), str(other))
-    with pytest.raises(CheckpointError, match="no checkpoint at"):
+    with pytest.raises(errors.CheckpointError, match="no checkpoint at"):
         load_student(Bundle.open(toy), str(tmp_path / "no"))
 
 
@@ -101,8 +99,7 @@ def test_integers_and_a_cut_vocabulary_are_made_again(quantized):
     for name, weight in checkpoint.model.named_parameters():
         if "proj" in name:
             weight.add_(0.2 * torch.randn_like(weight))
-    tokens = [5, 8, 9, 40, 41, 7, 100, 3]
-    model = checkpoint.model
+    tokens, model = [5, 8, 9, 40, 41, 7, 100, 3], checkpoint.model
     model.set_attn_implementation("eager")
     with torch.no_grad():
         wanted = model(input_ids=torch.tensor([tokens])).logits[0]
@@ -135,21 +132,17 @@ def lesson(place=3, best=9, count=12):
 def test_too_little_to_learn_from(toy, drafter, tmp_path):
     training = UseTraining(load_student(Bundle.open(toy), str(drafter)), tmp_path)
     training.lessons.add(lesson())
-    with pytest.raises(DataError, match="there are 1 wrong places"):
+    with pytest.raises(errors.DataError, match="there are 1 wrong places"):
         training.run(Pace())
 
 
-def test_a_loss_that_is_no_number_publishes_nothing(
-    toy, drafter, tmp_path, monkeypatch
-):
+def test_a_loss_that_is_nan_publishes_nothing(toy, drafter, tmp_path, monkeypatch):
     student = load_student(Bundle.open(toy), str(drafter))
     training = UseTraining(student, tmp_path, UseOptions(least=1))
     training.lessons.add(lesson())
-    nothing = Missed(torch.tensor(math.nan, requires_grad=True), 0.0, 1)
-    monkeypatch.setattr(
-        "jetdraft.train.students.compare_missed", lambda *state: nothing
-    )
-    with pytest.raises(TrainingError, match="nothing was published"):
+    empty = Missed(torch.tensor(math.nan, requires_grad=True), 0.0, 1)
+    monkeypatch.setattr("jetdraft.train.students.compare_missed", lambda *state: empty)
+    with pytest.raises(errors.TrainingError, match="nothing was published"):
         training.run(Pace())
     assert training.sets.read_choice().name == ""
 
@@ -233,11 +226,11 @@ def test_the_background_trains_when_there_is_enough(monkeypatch):
         if len(naps) == 8:
             Choice.before = None  # judged
 
-    Background(Training(), pace, said.append, nap).run(results.append)
+    module.Background(Training(), pace, said.append, nap).run(results.append)
     few = "there are fewer than 3 new wrong places to learn from"
     assert said == [few, "the learned set 5e7 is on trial until a model has used it"]
     assert [learned.places for learned in results] == [3, 8]
-    assert set(naps) == {LOOK_SECONDS}
+    assert set(naps) == {module.LOOK_SECONDS}
 
 
 class Clock:
@@ -271,8 +264,7 @@ def test_what_follows_a_rest_is_not_counted(clock):
 
 
 def test_it_waits_while_the_board_is_hot(clock, tmp_path, monkeypatch):
-    root = write(tmp_path, POWER)
-    powers = iter([12.0, 11.0, 3.0])
+    root, powers = write(tmp_path, POWER), iter([12.0, 11.0, 3.0])
     monkeypatch.setattr(Rail, "watts", lambda self: next(powers))
     pace = Pace(seconds=1.0, watts=10.0, root=root)
     assert pace.wait_for_step()
@@ -281,7 +273,7 @@ def test_it_waits_while_the_board_is_hot(clock, tmp_path, monkeypatch):
 
 
 def test_a_machine_must_tell_its_power(tmp_path):
-    with pytest.raises(DeviceError, match="no power monitors"):
+    with pytest.raises(errors.DeviceError, match="no power monitors"):
         Pace(watts=10.0, root=tmp_path)
 
 
@@ -294,11 +286,6 @@ def test_idle_priority():
         "os._exit(0)"
     )
     assert python(code) == "19 True\n"
-
-
-QUICK = TrainingOptions(steps=12, batch_size=2, sequence_length=48, validate_every=12)
-LAYERS = 4
-SETTINGS = EagleSettings(draft_vocabulary=40)
 
 
 @pytest.fixture(scope="module")
@@ -324,8 +311,7 @@ def load(target):
 def test_a_wrong_place_counts_in_each_step_that_reaches_it(world):
     """Row t of step i says what a draft from row t says of token t + 2 + i."""
     student = load_student(Bundle.open(world / "bundle"))
-    head = student.load({})
-    tokens = np.arange(1, 20)
+    head, tokens = student.load({}), np.arange(1, 20)
     _, first, *_ = student.bundle.draft_vocabulary()
     ids, logits = np.array([[first, 0]]), np.array([[2.0, 1.0]], np.float32)
     assert [
@@ -362,30 +348,15 @@ def test_it_learns_and_the_text_stays(world):
 
 def test_what_it_needs(world, target):
     bundle = Bundle.open(world / "bundle")
-    with pytest.raises(CheckpointError, match=r"name it with --target"):
+    with pytest.raises(errors.CheckpointError, match=r"name it with --target"):
         load_student(bundle, target=str(world / "no"))
-    with pytest.raises(CheckpointError, match=r"name it with --from"):
+    with pytest.raises(errors.CheckpointError, match=r"name it with --from"):
         load_student(bundle, str(world / "no"))
-    with pytest.raises(CheckpointError):
+    with pytest.raises(errors.CheckpointError):
         load_student(bundle, target)
     graphs = {name: graph for name, graph in bundle.graphs.items() if name == "target"}
-    with pytest.raises(OptionError, match="only a drafter model, or a head"):
+    with pytest.raises(errors.OptionError, match="only a drafter model, or a head"):
         load_student(replace(bundle, graphs=graphs))
-
-
-# Online Speculative Decoding (2310.07177) reports that acceptance rises by 0.1 to 0.65.
-
-ROUNDS = 2500
-"""The rounds after the shift in which acceptance must be back."""
-
-DRAFTED = {
-    "method": "draft", "num_draft_tokens": 4, "max_new_tokens": 48, "temperature": 0.0,
-    "ignore_eos": True,
-}  # fmt: skip
-SENSORS = ("battery", "temperature", "pressure", "speed", "distance", "light")
-ASKED = ("What is the {}?", "Tell me the {}.", "How is the {}?", "Read the {} sensor.")
-WHO = ("The robot", "A robot", "The red robot", "The small robot", "A man", "The cat")
-DOES = ("sees", "moves", "finds", "takes", "follows", "likes")
 
 
 class Traffic:
