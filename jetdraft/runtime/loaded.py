@@ -303,7 +303,7 @@ class LoadedBundle:
         for place, image in zip(places, images, strict=True):
             pictures.append(cut(image, vision))
             rows = self.text.encode(pictures[-1].text, False)
-            if rows.count(token) != pictures[-1].rows:
+            if sum(id == token for id in rows) != pictures[-1].rows:
                 fact = f"the tokenizer has no token {vision.token}"
                 raise BundleError(f"{fact}; export the bundle again")
             ids += [*prompt[start:place], *rows]

@@ -13,7 +13,7 @@ from jetdraft.cli.check import describe_bundle
 from jetdraft.errors import OptionError
 from tests.checkpoints.heads import reference
 from tests.checkpoints.heads.layouts import BLOCK, H
-from tests.export.head_passes import TOKENS, drafts_of, graphs
+from tests.export.conftest import TOKENS, drafts_of, graphs
 from tests.tiny import VOCAB_SIZE
 
 PROMPT = " the self"

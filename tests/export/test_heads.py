@@ -23,8 +23,7 @@ from jetdraft.runtime.drafts.rows import Rows
 from jetdraft.runtime.passes.opener import Opener
 from jetdraft.runtime.passes.session import ONE_THREAD
 from tests.checkpoints.heads.layouts import VD, eagle3, write
-from tests.export.conftest import KINDS, MTP
-from tests.export.head_passes import graphs, in_graphs, in_torch
+from tests.export.conftest import KINDS, MTP, graphs, in_graphs, in_torch
 from tests.export.test_capture import assert_captured
 from tests.tiny import VOCAB_SIZE, llama_config, save_checkpoint
 
