@@ -212,8 +212,7 @@ class Vision:
             "only squares have places": patches or not self.axes,
             "patches do not fill squares": not patches
             or (self.edge > 0 and self.side % self.edge == 0),
-            "no longer edge is given": self.tiling != SPLIT
-            or 0 < self.edge <= MAX_SIDE,
+            "no longer edge": int(self.tiling == SPLIT) <= self.edge <= MAX_SIDE,
         }
         for fact, holds in facts.items():
             if not holds:

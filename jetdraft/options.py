@@ -14,6 +14,7 @@ import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
+from math import inf
 from numbers import Integral, Real
 from pathlib import Path
 from types import NoneType, UnionType
@@ -180,6 +181,21 @@ def check_ranges(options: object, ranges: Mapping[str, Range]) -> None:
             name = field.replace("_", " ")
             fact = f"{name} {value} is out of range; give {allowed.words}"
             raise OptionError(fact, field)
+
+
+def check_bounds(options: object) -> None:
+    """Raise `OptionError` for the first number in `options` beyond its `Flag`."""
+
+    def allowed(option: Option) -> Range:
+        flag, integer = option.flag, option.kind is int
+        most, above = inf if flag.most is None else flag.most, flag.above
+        if above is not None:
+            return Range(lambda x: above < x <= most, f"more than {above:g}", integer)
+        least = -inf if flag.least is None else flag.least
+        return Range(lambda x: least <= x <= most, f"{least:g} or more", integer)
+
+    bounded = [o for o in declared_options(type(options)) if o.kind in (int, float)]
+    check_ranges(options, {option.name: allowed(option) for option in bounded})
 
 
 def setting(

@@ -12,14 +12,12 @@ from torch import Tensor
 from jetdraft.bundle import GRID, PATCHES, SPLIT, TEXTS, WHOLE, Vision
 from jetdraft.checkpoints.defaults import read_fields
 from jetdraft.checkpoints.folder import NO_OWN_CODE, as_checkpoint_error, stored_dtype
-from jetdraft.checkpoints.gguf import is_gguf
 from jetdraft.errors import UnsupportedModelError
 from jetdraft.ort import no_progress_bars, silenced
 
 # Files of which a folder has one if its pictures are read.
 PROCESSORS = ("preprocessor_config.json", "processor_config.json")
-
-
+_TABLE = "num_position_embeddings"  # Qwen's field for a table of positions.
 FULL = "jetdraft_flash"  # transformers gives an attention of such a name all rows.
 
 
@@ -54,22 +52,15 @@ def _encode_intern(model: Any, pixels: Tensor) -> Tensor:
 
 def _encode_qwen(model: Any, *inputs: Tensor) -> Tensor:
     pixels, positions, *others = (x.flatten(0, 1) if x.dim() > 1 else x for x in inputs)
-    names = ["interp_indices", "interp_weights"]
-    if "taps" not in _qwen_inputs(model.config):
-        names = ["window_index", "cu_window_seqlens"]
+    names = ("window_index", "cu_window_seqlens")
+    if hasattr(model.config.vision_config, _TABLE):
+        names = ("interp_indices", "interp_weights")
+    given: dict[str, Any] = dict(zip(names, others, strict=True))
     ends = torch.zeros(1, dtype=torch.int32)
-    lengths = {"cu_seqlens": ends, "max_seqlen": 1, "max_window_seqlen": 1}
-    given = dict(zip(names, others, strict=False))
-    seen = model.visual(
-        pixels, grid_thw=None, position_ids=positions, **lengths, **given
-    )
+    given |= {"cu_seqlens": ends, "max_seqlen": 1, "max_window_seqlen": 1}
+    seen = model.visual(pixels, grid_thw=None, position_ids=positions, **given)
     deep = getattr(seen, "deepstack_features", None) or ()
     return torch.cat([seen.pooler_output, *deep], -1)
-
-
-def _qwen_inputs(config: Any) -> list[str]:
-    has_table = hasattr(config.vision_config, "num_position_embeddings")
-    return ["taps", "weights"] if has_table else ["order", "windows"]
 
 
 def attend_fully(
@@ -114,17 +105,16 @@ def _qwen_fields(processor: Any, config: Any) -> dict[str, Any]:
     own, edge, size = config.vision_config, processor.patch_size, processor.size
     fields = {"tiling": PATCHES, "edge": edge, "side": edge * processor.merge_size}
     fields |= {"least": size["shortest_edge"], "most": size["longest_edge"]}
-    if "taps" in _qwen_inputs(config):
+    if hasattr(own, _TABLE):
         return fields | {"table": int(own.num_position_embeddings**0.5)}
     return fields | {"window": own.window_size // fields["side"]}
 
 
 def _by_turns(sections: list[int]) -> list[int]:
-    """Interleaved axes: a pair of each in turn, then pairs of the first."""
+    """The axis of each pair of a head: 0, 1, 2 in turn, then 0 for all the rest."""
     axes = [0] * sum(sections)
     for axis in (1, 2):
-        places = range(axis, min(3 * sections[axis], len(axes)), 3)
-        for place in places:
+        for place in range(axis, min(3 * sections[axis], len(axes)), 3):
             axes[place] = axis
     return axes
 
@@ -156,10 +146,9 @@ def picture_sizes(source: str, model: Any) -> tuple[int, int]:
 
     They are of a folder or hub id of `FAMILIES`, with its image processor.
     """
-    fields = None if is_gguf(source) else read_fields(source, "config.json")
-    family = FAMILIES.get((fields or {}).get("model_type", ""))
-    has_processor = any(read_fields(source, name) is not None for name in PROCESSORS)
-    if fields is None or family is None or not has_processor:
+    fields = read_fields(source, "config.json") or {}
+    family = FAMILIES.get(fields.get("model_type", ""))
+    if family is None or all(read_fields(source, name) is None for name in PROCESSORS):
         return 0, 0
     deep = fields["vision_config"].get("deepstack_visual_indexes", ())
     width = model.get_input_embeddings().weight.shape[1]
@@ -170,29 +159,18 @@ def _frequencies(model: Any) -> list[float]:
     """The rotary frequencies of a text's decoder."""
     (found,) = (m for m in model.modules() if hasattr(m, "inv_freq"))
     if found.attention_scaling != 1.0:
-        raise UnsupportedModelError(
-            f"the rotation of {type(model).__name__} is scaled, which no model that "
-            "reads images is known to do; see docs/images.md"
-        )
+        fact = f"{type(model).__name__} reads images and scales its rotation"
+        raise UnsupportedModelError(f"{fact}; see docs/images.md")
     return list(found.inv_freq.tolist())
 
 
-class VisionTower(torch.nn.Module):
-    """The part of a model that makes rows of pictures, by `Family.encode`."""
+def read_vision(
+    source: str, text: Any, file: str
+) -> tuple[Any, Callable[..., Tensor], Vision]:
+    """Return a checkpoint's model without its text decoder, `Family.encode`, `Vision`.
 
-    def __init__(self, model: Any, family: Family) -> None:
-        super().__init__()
-        self.model, self._family = model, family
-
-    def forward(self, *inputs: Tensor) -> Tensor:
-        """Return the rows [..., width] of what `encoder_inputs` gives."""
-        return self._family.encode(self.model, *inputs)
-
-
-def read_vision(source: str, text: Any, file: str) -> tuple[VisionTower, Vision]:
-    """Read the encoder of a checkpoint with `picture_sizes`; raises `CheckpointError`.
-
-    `text` is its language model, and `file` the name of the encoder's graph.
+    `text` is its language model, and `file` the name of the encoder's graph. Raises
+    `CheckpointError`.
     """
     with silenced(logging.WARNING), no_progress_bars(), as_checkpoint_error(source):
         whole = transformers.AutoModelForImageTextToText.from_pretrained(
@@ -212,13 +190,9 @@ def read_vision(source: str, text: Any, file: str) -> tuple[VisionTower, Vision]
                 setattr(model, name, None)
         if family.encode is _encode_qwen:
             model.visual.config._attn_implementation = FULL
-        tower = VisionTower(model.float().eval().requires_grad_(False), family)
         _check_steps(source, processor)
-        if family.axes:
-            sections = config.get_text_config().rope_parameters["mrope_section"]
-            turns = _frequencies(text), family.axes(list(sections))
-        else:
-            turns = [], []
+        sections = config.get_text_config().rope_parameters.get("mrope_section", ())
+        axes = family.axes(list(sections)) if family.axes else []
         vision = Vision(
             file=file,
             token=tokenizer.convert_ids_to_tokens(config.image_token_id),
@@ -227,12 +201,12 @@ def read_vision(source: str, text: Any, file: str) -> tuple[VisionTower, Vision]
             mean=tuple(processor.image_mean),
             std=tuple(processor.image_std),
             text={name: family.text.get(name, "") for name in TEXTS},
-            frequencies=tuple(turns[0]),
-            axes=tuple(turns[1]),
+            frequencies=tuple(_frequencies(text) if axes else ()),
+            axes=tuple(axes),
             **{"edge": 0, "least": 1, "most": 1, "rows": 1}
             | family.fields(processor, config),
         )
-    return tower, vision
+    return model.float().eval().requires_grad_(False), family.encode, vision
 
 
 _FILTERS = {1: "lanczos", 2: "bilinear", 3: "bicubic"}
@@ -242,7 +216,5 @@ def _check_steps(source: str, processor: Any) -> None:
     steps = ("do_resize", "do_rescale", "do_normalize")
     does_all = all(getattr(processor, step) for step in steps)
     if not does_all or abs(processor.rescale_factor * 255 - 1) > 1e-6:
-        raise UnsupportedModelError(
-            f"the image processor of {source} does not resize, rescale and normalize; "
-            "see docs/images.md"
-        )
+        fact = f"the image processor of {source} does not resize, rescale and normalize"
+        raise UnsupportedModelError(f"{fact}; see docs/images.md")

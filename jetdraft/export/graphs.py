@@ -34,7 +34,7 @@ from jetdraft.native import DOMAIN
 from jetdraft.quant.blocks import Floats
 from jetdraft.quant.edits import PARAMETER
 from jetdraft.quant.weights import Quantization, routers
-from jetdraft.recipe import GRIDS, KERNELS, RUNGS, Recipe
+from jetdraft.recipe import KERNELS, RUNGS, Recipe
 
 Progress = Callable[[str, int, int], None]  # Stage, steps done, steps in all.
 
@@ -162,17 +162,19 @@ def write_vision(job: Job, contract: StepContract) -> Vision:
     file = job.graph_file("vision")
     stage = "trace the pictures' encoder"
     job.report(stage, 0, 1)
-    tower, vision = read_vision(job.checkpoint.source, job.checkpoint.model, file.name)
-    step = VisionStep(tower, contract, vision)
+    source, text = job.checkpoint.source, job.checkpoint.model
+    seeing, encode, vision = read_vision(source, text, file.name)
+    step = VisionStep(seeing, contract, vision, encode)
     if vision.tiling != PATCHES:
         with torch.no_grad():
             vision = replace(vision, rows=step(*step.example_inputs())[0].shape[1])
-    names = {id(weight): f"vision.{n}" for n, weight in tower.named_parameters()}
+    names = {id(weight): f"vision.{n}" for n, weight in seeing.named_parameters()}
     model = trace(step, names)
     split_gemms(model.graph)
     quantizer = job.quantization
     if quantizer.recipe.bits is not None:
-        kernel = KERNELS[quantizer.standard or quantizer.recipe.scheme not in GRIDS]
+        has_grids = quantizer.recipe.has_grids and not quantizer.standard
+        kernel = KERNELS[0] if has_grids else KERNELS[1]
         recipe = Recipe.parse(RUNGS[kernel][-1])
         Quantization(recipe, standard=quantizer.standard).apply(model)
     _save_with_weights(model, file)

@@ -1,6 +1,6 @@
 """The two passes of an encoder-decoder as torch modules: encoder, and decoder step."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -148,10 +148,20 @@ class EncoderStep(Step):
 
 
 class VisionStep(Step):
-    """The pass of the encoder of pictures: the rows of a tile, or of patches."""
+    """The pass of the encoder of pictures: the rows of a tile, or of patches.
 
-    def __init__(self, tower: Any, contract: StepContract, vision: Vision) -> None:
-        super().__init__(tower, contract)
+    `encode` makes rows [..., width] of the model and what `encoder_inputs` gives.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        contract: StepContract,
+        vision: Vision,
+        encode: Callable[..., Tensor],
+    ) -> None:
+        super().__init__(model, contract)
+        self._encode = encode
         self._is_flexible = vision.tiling == PATCHES
         squares = _TRACED_SQUARES if self._is_flexible else 1
         pixels = np.zeros((vision.side * squares, vision.side, 3), np.uint8)
@@ -172,7 +182,7 @@ class VisionStep(Step):
 
     def forward(self, *inputs: Any) -> list[Tensor]:
         """Return the rows of a picture or a tile, float32 [1, rows, width]."""
-        rows: Tensor = self.model(*inputs[: len(self._example)]).float()
+        rows = self._encode(self.model, *inputs[: len(self._example)]).float()
         return [rows.reshape(1, -1, rows.shape[-1])]
 
 

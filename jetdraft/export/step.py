@@ -153,7 +153,7 @@ class Step(torch.nn.Module):
 def seeing(
     model: Any, ids: Tensor, positions: Tensor, table: Tensor, *turns: Tensor
 ) -> Iterator[Tensor]:
-    """Let a model read the rows of pictures in the block; yield ids of words for it.
+    """In the block, let a model read rows of pictures; yield ids that it can embed.
 
     Ids beyond the embeddings stand for rows of `table` [n, size]. What rows have beyond
     an embedding is added after the first layers (DeepStack, 2406.04334). Cosines and

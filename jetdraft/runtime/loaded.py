@@ -324,7 +324,7 @@ class LoadedBundle:
         pictures: Sequence[Tiles],
         must_end: Callable[[], bool],
     ) -> Sequence[int]:
-        """Encode the pictures of a prompt; return its ids, of rows too."""
+        """Encode the pictures of a prompt; return it with an id for each row."""
         rows, token = self.target.pictures, self.picture_token
         if rows is None or token is None:
             return prompt

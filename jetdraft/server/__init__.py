@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jetdraft.errors import JetdraftError, LengthError, printable
-from jetdraft.options import declared
+from jetdraft.options import check_bounds, declared
 
 
 def _most(default: float, what: str, **bound: float) -> Any:
@@ -13,10 +13,12 @@ def _most(default: float, what: str, **bound: float) -> Any:
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of requests, and of sound files in memory."""
+    """Limits of requests, and of sound files in memory; raises `OptionError`."""
 
     max_new_tokens: int = declared(
-        *("ending", 1024, "The most tokens of a text."),
+        "ending",
+        1024,
+        "The most tokens of a text.",
         names=("-n", "--max-new-tokens"),
         least=1,
     )
@@ -29,6 +31,9 @@ class Limits:
     max_seconds: float = _most(300.0, "seconds that a text may take", above=0)
     prefix_bytes: int = _most(1_000_000_000, "bytes of the files in --prefixes")
     max_sounds: int = 8
+
+    def __post_init__(self) -> None:
+        check_bounds(self)
 
 
 ERRORS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}

@@ -91,7 +91,7 @@ class ModelRequest:
 
     @property
     def beginning(self) -> str:
-        """A text with which later requests begin if they continue this request."""
+        """The text with which a later request begins if it continues this request."""
         return ""
 
     @property
@@ -407,7 +407,7 @@ def _read_content(content: object, at: str) -> str | list[Message]:
 
 
 def _read_part(part: object, at: str) -> Message:
-    """A part of a text, or with an image in the form of OpenAI's or Anthropic's."""
+    """Read a part of a message: a text, or an image as OpenAI or Anthropic send it."""
     match part:
         case {"type": "text" | "input_text" | "output_text", "text": str(text)}:
             return {"type": "text", "text": text}

@@ -71,7 +71,7 @@ def _head(name: str, done: bool) -> Json:
 
 
 def has_text(asked: Json) -> bool:
-    """Whether a request has a text; otherwise it loads a model."""
+    """Whether a request has a prompt or messages; without them it loads a model."""
     return any(asked.get(field) for field in ("prompt", "suffix", "messages"))
 
 

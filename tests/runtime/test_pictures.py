@@ -4,9 +4,9 @@ import base64
 import io
 import json
 import sys
-import urllib.error
-import urllib.request
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,10 +17,12 @@ from PIL import Image
 from tokenizers import AddedToken
 
 import jetdraft
+from jetdraft.bundle import MAX_PIXELS, PATCHES, SPLIT, TEXTS, WHOLE, Vision
 from jetdraft.cli import main as cli
-from jetdraft.errors import OptionError
+from jetdraft.contracts.step_contract import StepContract
+from jetdraft.errors import ContractError, OptionError
 from jetdraft.runtime.passes.pictures import (
-    MAX_PIXELS,
+    PictureRows,
     cut,
     encoder_inputs,
     read_picture,
@@ -29,6 +31,7 @@ from jetdraft.server import Limits
 from jetdraft.server.app import Service
 from tests.programs import printed
 from tests.server.serving import served
+from tests.server.test_dialects import post
 from tests.tiny import VOCAB_SIZE, exported, save_tokenizer
 
 CAMERA = Path(__file__).parents[2] / "examples" / "camera.py"
@@ -299,44 +302,20 @@ def test_prompts_without_room_or_places_are_refused(both, toy_model):
         toy_model.generate("the", images=[picture(7)])
 
 
-def post(address, path, body):
-    data, form = json.dumps(body).encode(), {"content-type": "application/json"}
-    try:
-        with urllib.request.urlopen(
-            urllib.request.Request(f"{address}{path}", data, form)
-        ) as answer:
-            return answer.status, json.loads(answer.read())
-    except urllib.error.HTTPError as error:
-        return error.code, json.loads(error.read())
-
-
 DATA = base64.b64encode(encoded(Image.fromarray(picture(8)))).decode()
 URL = f"data:image/png;base64,{DATA}"
 SHORT = {"model": "eyes", "max_tokens": 6, "temperature": 0, "stream": False}
-OLLAMA = {"model": "eyes", "stream": False, "options": {"num_predict": 6}}
-OLLAMA["options"] |= {"temperature": 0}
+OLLAMA = {"stream": False, "options": {"num_predict": 6, "temperature": 0}}
+OF_OPENAI = {"type": "image_url", "image_url": {"url": URL}}
+OF_ANTHROPIC = {"type": "image", "source": {"type": "base64", "data": DATA}}
+OF_RESPONSES = {"type": "input_image", "image_url": URL}
+INPUT = asked(OF_RESPONSES, {"type": "input_text", "text": "a"})
+OF_OLLAMA = [{"role": "user", "content": "a", "images": [DATA]}]
 SEEN = {
-    "/v1/chat/completions": SHORT
-    | {
-        "messages": asked(
-            {"type": "image_url", "image_url": {"url": URL}}, text_of("a")
-        )
-    },
-    "/v1/messages": SHORT
-    | {
-        "messages": asked(
-            {"type": "image", "source": {"type": "base64", "data": DATA}}, text_of("a")
-        )
-    },
-    "/v1/responses": {
-        **{"model": "eyes", "max_output_tokens": 6, "temperature": 0},
-        "input": asked(
-            {"type": "input_image", "image_url": URL},
-            {"type": "input_text", "text": "a"},
-        ),
-    },
-    "/api/chat": OLLAMA
-    | {"messages": [{"role": "user", "content": "a", "images": [DATA]}]},
+    "/v1/chat/completions": SHORT | {"messages": asked(OF_OPENAI, text_of("a"))},
+    "/v1/messages": SHORT | {"messages": asked(OF_ANTHROPIC, text_of("a"))},
+    "/v1/responses": {"input": INPUT, "max_output_tokens": 6, "temperature": 0},
+    "/api/chat": OLLAMA | {"messages": OF_OLLAMA},
     "/api/generate": OLLAMA | {"prompt": "a", "images": [DATA]},
 }
 UNSEEN = ["http://x/y.png", "data:image/png;base64,###", "data:;base64,AAAA", "x.png"]
@@ -354,19 +333,19 @@ def test_the_server_takes_pictures_in_every_dialect(both, tmp_path):
         for name, expected in (("x%20y.png", 200), ("link.png", 400), ("../a", 400)):
             url = {"url": f"file://{tmp_path}/{name}"}
             parts = {"type": "image_url", "image_url": url}, text_of("a")
-            status, answer = post(address, path, {**SHORT, "messages": asked(*parts)})
-            assert status == expected, answer
-            if status == 200:
-                assert answer["choices"][0]["message"]["content"] == said
+            answer = post(address, path, {**SHORT, "messages": asked(*parts)})
+            assert answer.status_code == expected, answer.text
+            if expected == 200:
+                assert answer.json()["choices"][0]["message"]["content"] == said
         for place, body in SEEN.items():
-            status, answer = post(address, place, body)
-            assert status == 200, answer
-            assert json.dumps(said)[1:-1] in json.dumps(answer), place
+            answer = post(address, place, {"model": "eyes", **body})
+            assert answer.status_code == 200, answer.text
+            assert json.dumps(said)[1:-1] in json.dumps(answer.json()), place
         for url in UNSEEN:
             part = {"type": "image_url", "image_url": {"url": url}}
-            status, answer = post(address, path, {**SHORT, "messages": asked(part)})
-            assert status == 400
-            assert "image" in answer["error"]["message"]
+            answer = post(address, path, {**SHORT, "messages": asked(part)})
+            assert answer.status_code == 400
+            assert "image" in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("both", ["smolvlm"], indirect=True)
@@ -397,3 +376,87 @@ def test_a_picture_is_encoded_ahead_while_another_is_read(both):
     said = model.chat(messages, max_new_tokens=8)
     assert model.parts.target.pictures.seconds == before
     assert said.token_ids == wanted(both, messages, [ahead], 8)[1]
+
+
+def rows_of_a_fake(answers):
+    """Buffers of 8 rows, whose encoder gives the answers in turn, or raises them."""
+
+    def run(_, inputs):
+        answer = next(answers)
+        if isinstance(answer, BaseException):
+            raise answer
+        return (np.full((1, 4, 2), answer, np.float32),)
+
+    encoder = SimpleNamespace(run=run)
+    contract = StepContract(9, 8, 8, "float32", ((1, 16),), picture_size=2)
+    return PictureRows(lambda: encoder, LONE, contract)
+
+
+LONE = Vision(
+    "f", "<image>", 9, 4, 8, WHOLE, 0, 1, 1, "bilinear", (0,) * 3, (1,) * 3, {}
+)
+TILES = [
+    cut(picture(n), replace(LONE, text=dict.fromkeys(TEXTS, ""))) for n in range(4)
+]
+PROMPT = [0, *[5] * 4, 1]
+
+
+@pytest.mark.parametrize("fault", [KeyboardInterrupt(), RuntimeError(), np.nan])
+def test_an_encoder_that_fails_leaves_no_rows_behind(fault):
+    """Else the next picture would get the ids of a picture that the buffers keep."""
+    rows, forgotten = rows_of_a_fake(iter([1, 2, fault, 3, 4])), []
+
+    def encode(tiles, must_end=lambda: False):
+        return rows.encode(PROMPT, 5, [tiles], lambda: forgotten.append(1), must_end)
+
+    kept = encode(TILES[0]), encode(TILES[1])
+    assert kept[0][1:5] == [9, 10, 11, 12]
+    with pytest.raises((KeyboardInterrupt, RuntimeError, ContractError)):
+        encode(TILES[2])
+    assert forgotten, "before their rows are written over"
+    assert encode(TILES[3], must_end=lambda: True) == PROMPT
+    assert encode(TILES[3])[1:5] == kept[0][1:5]
+    assert (rows.values["pictures"].numpy()[:4] == 3).all()
+    assert encode(TILES[1])[1:5] == kept[1][1:5]
+
+
+def test_turns_are_written_again_after_an_interrupt(monkeypatch):
+    """A text alone must not turn like the prompt before it, whose picture is gone."""
+    contract = StepContract(9, 16, 8, "float32", ((1, 4),), picture_size=2, turn_size=1)
+    places = {"frequencies": (0.5,), "axes": (1,), "tiling": PATCHES, "edge": 4}
+    model = PictureRows(lambda: None, replace(LONE, **places), contract)
+    plain = model.values["cosines"].numpy().copy()
+    model._turn([(1, 4, 2)])
+    assert (model.values["cosines"].numpy() != plain).any()
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(np, "tile", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        model.encode([1, 2], 5, [], list, bool)
+    monkeypatch.undo()
+    model.encode([1, 2], 5, [], list, bool)
+    assert (model.values["cosines"].numpy() == plain).all()
+
+
+def test_a_text_of_a_bundle_is_no_form():
+    texts = {**dict.fromkeys(TEXTS, ""), "tile": "{row:>2000000000}{column}{x}{"}
+    split = replace(LONE, tiling=SPLIT, edge=16, text=texts)
+    assert "{row:>2000000000}1{x}{" in cut(picture(1), split).text
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"first_row": 8}, {"std": (1.0, 0.0, 1.0)}, {"rows": 9}, {"least": 2},
+        {"side": 5000}, {"axes": (0,)}, {"tiling": SPLIT}, {"text": {}},
+        {"tiling": PATCHES}, {"tiling": PATCHES, "edge": 3}, {"most": 65},
+    ],
+)  # fmt: skip
+def test_fields_that_contradict_each_other_are_refused(wrong):
+    right = replace(LONE, text=dict.fromkeys(TEXTS, ""))
+    contract = StepContract(9, 8, 8, "float32", ((1, 16),), picture_size=2)
+    right.check(contract)
+    with pytest.raises(ValueError, match="pictures: "):
+        replace(right, **wrong).check(contract)

@@ -90,7 +90,7 @@ _READ_ERRORS = (OSError, ValueError, KeyError, TypeError, AttributeError)
 
 
 class Profiles:
-    """Reads and writes measurements, of an `adapter` of the target or without it.
+    """Reads and writes measurements of the target, or of it with an `adapter`.
 
     The `provider` of a pair can be "cuda+cpu".
     """

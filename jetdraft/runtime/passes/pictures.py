@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 MAX_RATIO = 200  # Of the edges of a picture that becomes patches.
-MAX_EDGE = 4096  # Pixels of the longest edge before a picture is split.
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF")
 PictureInput = str | Path | bytes | npt.NDArray[np.uint8]
 """A file, its bytes, or uint8 [height, width, 3] in the order red, green, blue; an
@@ -41,6 +40,7 @@ NO_IMAGES = (
     "the bundle's model reads no images; leave them out, or export a model of "
     "docs/images.md with its preprocessor_config.json"
 )
+DAMAGED = "the encoder of images gives other rows than it must; export it again"
 Size = tuple[int, int]  # Width and height.
 
 
@@ -171,8 +171,8 @@ def _fitting(size: Size, vision: Vision) -> Size:
     width, height = (round(edge / side) * side for edge in size)
     if width * height > vision.most:
         scale = math.sqrt(area / vision.most)
-        down = (math.floor(edge / scale / side) * side for edge in size)
-        width, height = (max(side, edge) for edge in down)
+        squares = (max(1, math.floor(edge / scale / side)) for edge in size)
+        width, height = (side * count for count in squares)
     elif width * height < vision.least:
         scale = math.sqrt(vision.least / area)
         width, height = (math.ceil(edge * scale / side) * side for edge in size)
@@ -239,12 +239,6 @@ def _longest(size: Size, edge: int) -> Size:
     else:
         width, height = int(edge * ratio), edge
         width += width % 2
-    width, height = max(width, 1), max(height, 1)
-    ratio = width / height
-    if width >= height and width > MAX_EDGE:
-        width, height = MAX_EDGE, int(MAX_EDGE / ratio)
-    elif height > MAX_EDGE:
-        width, height = int(MAX_EDGE * ratio), MAX_EDGE
     return max(width, 1), max(height, 1)
 
 
@@ -325,7 +319,7 @@ class PictureRows:
         forget: Callable[[], None],
         must_end: Callable[[], bool],
     ) -> Sequence[int]:
-        """Encode the pictures that are new; return the prompt with `ids`, and set them.
+        """Encode new pictures; return the prompt with an id for each row, now in `ids`.
 
         Without room all pictures are dropped, after `forget`, since their ids get other
         rows. If it `must_end` before all is encoded, the prompt comes back as it is.
@@ -377,11 +371,12 @@ class PictureRows:
                 start = time.perf_counter()
                 (rows,) = session.run(None, inputs)
                 self.seconds += time.perf_counter() - start
-            written = self._rows.array[end : end + rows.shape[1]]
-            written[:] = rows[0]
             end += rows.shape[1]
-            if end > self._filled + picture.rows or not np.isfinite(written).all():
-                raise ContractError("the encoder of images is damaged; export it again")
+            if end > self._filled + picture.rows or not np.isfinite(rows).all():
+                raise ContractError(DAMAGED)
+            self._rows.array[end - rows.shape[1] : end] = rows[0]
+        if end < self._filled + picture.rows:
+            raise ContractError(DAMAGED)
         self._rows.upload()
         self._firsts[picture.digest], self._filled = self._filled, end
         return True

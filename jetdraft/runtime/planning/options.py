@@ -178,8 +178,8 @@ class Options:
         """New stats of a text with these options; `more` are further fields."""
         drafting, sampling = self.drafting, self.sampling
         seed = sampling.seed if sampling.temperature else None
-        given = drafting.method, drafting.exact, prompt_tokens, seed, self.lossy
-        return Stats(*given, **more)
+        more |= {"seed": seed, "lossy": self.lossy}
+        return Stats(drafting.method, drafting.exact, prompt_tokens, **more)
 
     @classmethod
     def of(cls, **options: Unpack[GenerateOptions]) -> "Options":
