@@ -31,7 +31,7 @@ class Idle:
 
     def __init__(self, before: Callable[[], object]) -> None:
         self._works, self._before = list[WeakMethod[Work]](), before
-        self._is_prepared = self._is_done = False
+        self._is_prepared, self._is_done = False, True
         self._buffers, self._count = Lock(), Lock()
         self._users = 0
         self._must_wait = Event()

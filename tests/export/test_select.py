@@ -230,7 +230,7 @@ def answers_by_hand(folder, tokens, count, read, turns):
 
 @pytest.fixture(scope="module")
 def brief(tmp_path_factory):
-    with pytest.warns(UserWarning, match="64 tokens.*--select-kv N and generate with"):
+    with pytest.warns(UserWarning, match="64 tokens.*--capacity 64 or less"):
         folder = trained_briefly(tmp_path_factory.mktemp("brief"))
     model = jetdraft.load(folder / "bundle", threads=1)
     model.parts.survey.finish()
