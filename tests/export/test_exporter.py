@@ -440,7 +440,8 @@ def test_the_verb_has_the_same_signature():
     assert set(parameters) - {"progress"} == {param.name for param in command.params}
     for param in command.params:
         if not param.required:
-            assert parameters[param.name].default == param.to_info_dict()["default"]
+            default = param.to_info_dict()["default"] or (() if param.multiple else None)
+            assert parameters[param.name].default == default
 
 
 def test_defaults_are_the_same_everywhere():

@@ -97,7 +97,7 @@ def eagle1(taught, folder) -> Eagle:
     return load_head(write(folder, config, tensors), taught.target, torch.float32)
 
 
-def learn(head: Eagle, taught, part: str = "") -> None:
+def learn(head: Eagle, taught, part: str = "", steps: int = 100) -> None:
     own = {id(weight) for weight in taught.target.model.parameters()}
     named = head.named_parameters()
     weights = [w for name, w in named if id(w) not in own and part in name]
@@ -110,7 +110,7 @@ def learn(head: Eagle, taught, part: str = "") -> None:
     task = EagleTask(EagleSettings(unrolled=DRAFTED))
     pupil = task.pupil(head)
     optimizer = torch.optim.AdamW(weights, lr=3e-3)
-    for _ in range(100):
+    for _ in range(steps):
         sums = pupil(lesson)
         optimizer.zero_grad()
         task.total(sums, sums.places).backward()
