@@ -20,6 +20,7 @@ from mkdocs.commands.build import build
 from mkdocs.config import load_config
 from mkdocs.exceptions import Abort
 from pdoc.doc import Class, Function, Module
+from PIL import Image
 
 import jetdraft
 from jetdraft.cli import main
@@ -40,7 +41,9 @@ from tests.documents import (
     words_of,
 )
 from tests.programs import module_of, printed, succeed
+from tests.runtime import test_pictures as pictures
 from tests.server.serving import started
+from tests.tiny import exported
 
 TRAINED = "stream ppd forecast draft block dflash eagle kangaroo glide falcon chimera"
 MADE = "prompted forecasting with-falcon with-chimera with-glide with-adapter flan"
@@ -111,6 +114,9 @@ def reader(tmp_path_factory):
     (folder / "bundles").mkdir()
     toy_bundle(folder / "bundles/pycode")
     toy_bundle(folder / "bundle")
+    pictures.save(folder / "eyes", "qwen3_vl")
+    exported(folder / "eyes", folder / "bundles/eyes", capacity=256)
+    Image.fromarray(pictures.picture(0)).save(folder / "meter.jpg")
     return folder
 
 

@@ -142,6 +142,13 @@ def _exit_on_sigterm() -> Iterator[None]:
         before = signal.signal(signal.SIGTERM, _terminate)
     try:
         yield
+    except Exception as error:
+        cause: BaseException | None = error
+        while cause is not None:  # a library's cleanup may fail and hide the exit
+            if isinstance(cause, SystemExit):
+                raise cause from error
+            cause = cause.__context__
+        raise
     finally:
         if is_main:
             signal.signal(signal.SIGTERM, before)

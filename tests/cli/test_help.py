@@ -18,7 +18,7 @@ import pytest
 from click.testing import CliRunner
 
 import jetdraft as package
-from jetdraft.cli import main
+from jetdraft.cli import StandaloneCommand, main
 from jetdraft.cli.command import GROUPS, Command, Option, option, record_flags
 from jetdraft.cli.export import command as export_command
 from jetdraft.cli.generate import command as generate
@@ -253,6 +253,17 @@ Finalized()
 time.sleep(30)
 """
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 143
+
+
+def test_a_cleanup_that_fails_does_not_hide_the_end_of_a_run():
+    def end_badly():
+        try:
+            sys.exit(143)
+        finally:
+            raise KeyError
+
+    with pytest.raises(SystemExit, match="143"):
+        StandaloneCommand("ended", callback=end_badly).main([])
 
 
 @dataclass(frozen=True, kw_only=True)

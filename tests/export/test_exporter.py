@@ -440,8 +440,9 @@ def test_the_verb_has_the_same_signature():
     assert set(parameters) - {"progress"} == {param.name for param in command.params}
     for param in command.params:
         if not param.required:
-            default = param.to_info_dict()["default"] or (() if param.multiple else None)
-            assert parameters[param.name].default == default
+            default = param.to_info_dict()["default"]
+            several = () if param.multiple and default is None else default
+            assert parameters[param.name].default == several
 
 
 def test_defaults_are_the_same_everywhere():

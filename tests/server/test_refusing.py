@@ -125,7 +125,7 @@ def test_wrong_completions(address, body, words):
         ({"messages": "hi"}, "list of messages"),
         ({"messages": [{"content": "a"}]}, "messages[0] must be an object with a role"),
         ({"messages": [{"role": "user", "content": 3}]}, "must be a text or a list"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "no other"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "image_url"),
         ({"tools": "f"}, "give tools as"),
         ({"tools": [{"type": "function"}]}, "give tools as"),
         ({"tools": [TOOL], "tool_choice": "g"}, "none of f"),
