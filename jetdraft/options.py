@@ -2,14 +2,16 @@
 
     @dataclass(frozen=True, kw_only=True)
     class PlanOptions:
-        context: int = declared("checkpoint", 2048, "Tokens in the buffers.")
+        context: int = declared("checkpoint", 2048)
 
 The command line makes `--context` of it (`jetdraft.cli.command`), `takes` a Python
-function with the keyword `context`, and the function's reference lists its help.
+function with the keyword `context`, and the function's reference lists its help: a row
+"context: Tokens in the buffers." in the docstring of the class, or `help`.
 """
 
 import dataclasses
 import inspect
+import re
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,13 +27,16 @@ from jetdraft.errors import OptionError
 P = typing.ParamSpec("P")
 R = typing.TypeVar("R")
 T = typing.TypeVar("T")
+# A row of a docstring, such as "context: Tokens", with its further lines.
+_ROW = re.compile(r"^(\w+): (.+(?:\n +.+)*)", re.MULTILINE)
 
 
 @dataclass(frozen=True)
 class Flag:
     """What a field's annotation adds to its name, type and default.
 
-    `group` is the section of help; a `help` that names what packages add is a function.
+    `group` is the section of help. A `help` that names what packages add is a function,
+    and without `help` the field has a row in the docstring of its class.
     `names` replace the flag `--name-of-the-field`. A number must be from `least` to
     `most` and larger than `above`; `choices` are all allowed values. `kind` is the type
     on the command line, if the field has several; a `multiple` flag may be given
@@ -40,7 +45,7 @@ class Flag:
     """
 
     group: str
-    help: str | Callable[[], str]
+    help: str | Callable[[], str] = ""
     names: Sequence[str] = ()
     metavar: str | None = None
     kind: type | None = None
@@ -56,21 +61,26 @@ class Flag:
 
 @dataclass(frozen=True)
 class Option:
-    """A declared field; `default` is `MISSING` for an option that must be given."""
+    """A declared field; `default` is `MISSING` for an option that must be given.
+
+    `row` is the text of its row in the docstring of the class.
+    """
 
     name: str
     kind: type
     multiple: bool
     default: Any
     flag: Flag
+    row: str
 
     @property
     def help(self) -> str:
         """The text of help; calls `flag.help` if it is a function."""
-        return self.flag.help if isinstance(self.flag.help, str) else self.flag.help()
+        text = self.flag.help or self.row
+        return text if isinstance(text, str) else text()
 
 
-def declared(group: str, default: Any, help: str, **flag: Any) -> Any:
+def declared(group: str, default: Any, help: str = "", **flag: Any) -> Any:
     """A field of a dataclass, with a `Flag` in the section `group` of help."""
     added = {"flag": Flag(group, help, **flag)}
     return dataclasses.field(default=default, metadata=added)
@@ -80,6 +90,8 @@ def declared_options(record: type[Any]) -> Iterator[Option]:
     """Yield the fields of a dataclass or `TypedDict` that have a `Flag`, in order."""
     fields = dataclasses.fields(record) if dataclasses.is_dataclass(record) else ()
     named = {field.name: field for field in fields}
+    docs = [inspect.cleandoc(kind.__doc__ or "") for kind in reversed(record.__mro__)]
+    rows = {row[1]: row[2] for doc in docs for row in _ROW.finditer(doc)}
     for name, hint in get_type_hints(record, include_extras=True).items():
         field = named.get(name)
         base, *extras = get_args(hint) if get_origin(hint) is Annotated else (hint,)
@@ -89,7 +101,8 @@ def declared_options(record: type[Any]) -> Iterator[Option]:
             kind, multiple = _value_type(base)
             default = None if field is None else field.default
             several = multiple or flag.multiple
-            yield Option(name, flag.kind or kind, several, default, flag)
+            row = " ".join(rows.get(name, "").split())
+            yield Option(name, flag.kind or kind, several, default, flag, row)
 
 
 def _value_type(hint: Any) -> tuple[type, bool]:
@@ -200,7 +213,7 @@ def check_bounds(options: object) -> None:
 
 def setting(
     default: Any,
-    help: str,
+    help: str = "",
     allowed: tuple[float, float] | None = None,
     choices: Sequence[str] = (),
     group: str = "training",

@@ -169,20 +169,21 @@ _ADAPTER = "streams"  # The LoRA, and the module with the streams' own weights.
 
 @dataclass(frozen=True)
 class StreamSettings(Checked):
-    """The fields of streams.json; `base` is a hash of the target's weights."""
+    """The fields of streams.json; `base` is a hash of the target's weights.
 
-    mode: str = setting(
-        LOSSLESS,
-        "lossless keeps the target as it is; shared trains it too. On free text "
-        "jetdraft train forecast, which keeps it too, guessed better in the same time.",
-        choices=MODES,
-    )
-    gamma: int = setting(4, "Streams per row.", (1, 16))
-    layers: int = setting(2, "Top layers that have streams.", (1, MAX_LAYERS))
-    lora_rank: int = setting(32, "Rank of the LoRA adapters.", (1, 1024))
-    prune_rank: int = setting(
-        8, "Rank of the early exit that prunes drafts.", (1, 1024)
-    )
+    mode: lossless keeps the target as it is; shared trains it too. On free text
+        jetdraft train forecast, which keeps it too, guessed better in the same time.
+    gamma: Streams per row.
+    layers: Top layers that have streams.
+    lora_rank: Rank of the LoRA adapters.
+    prune_rank: Rank of the early exit that prunes drafts.
+    """
+
+    mode: str = setting(LOSSLESS, choices=MODES)
+    gamma: int = setting(4, allowed=(1, 16))
+    layers: int = setting(2, allowed=(1, MAX_LAYERS))
+    lora_rank: int = setting(32, allowed=(1, 1024))
+    prune_rank: int = setting(8, allowed=(1, 1024))
     positions: str = "row + stream"
     base: str = ""
 
