@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from jetdraft.checkpoints.layers import add_lora, decoder_layers, final_norm, merge_lora
 from jetdraft.checkpoints.refusals import MAX_LAYERS
 from jetdraft.errors import CheckpointError, OptionError
-from jetdraft.options import Checked, check_ranges, range_between, setting
+from jetdraft.options import Checked, between, check_range, setting
 
 
 @dataclass
@@ -189,7 +189,7 @@ class StreamSettings(Checked):
 
     def check(self, model_layers: int) -> None:
         """Raise `OptionError` if a model of that many layers has too few."""
-        check_ranges(self, {"layers": range_between(1, model_layers)})
+        check_range("layers", self.layers, between(1, model_layers), integer=True)
 
 
 class Streams(nn.Module):

@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 from jetdraft.errors import JetdraftError, LengthError, printable
-from jetdraft.options import check_bounds, declared
+from jetdraft.options import check_fields, declared
 
 _limit = partial(declared, "limits")
 
@@ -35,7 +35,7 @@ class Limits:
     max_sounds: int = 8
 
     def __post_init__(self) -> None:
-        check_bounds(self)
+        check_fields(self)
 
 
 ERRORS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from jetdraft.contracts.tensors import CANDIDATES
 from jetdraft.errors import OptionError
-from jetdraft.options import Flag, check_ranges, range_between
+from jetdraft.options import Flag, between, check_fields
 from jetdraft.runtime.measured.stats import Stats
 from jetdraft.runtime.passes.pictures import PictureInput, read_pictures
 from jetdraft.runtime.planning.drafting import Drafting
@@ -94,7 +94,6 @@ class GenerateOptions(TypedDict, total=False):
     ]
 
 
-_RANGES = {"logprobs": range_between(0, CANDIDATES, optional=True)}
 _DRAFTING_FIELDS = ("method", "num_draft_tokens", "exact", "prediction")
 _CONSTRAINT_FIELDS = ("json_schema", "regex", "grammar")
 
@@ -121,7 +120,7 @@ class Options:
     drafting: Drafting = field(default_factory=Drafting)
     ending: Ending = Ending()
     constraint: Constraint | None = None
-    logprobs: int | None = None
+    logprobs: Annotated[int | None, between(0, CANDIDATES)] = None
     images: tuple[npt.NDArray[np.uint8], ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
@@ -132,7 +131,7 @@ class Options:
                 fact = f"{name} must be a {part.__name__}"
                 fix = "Options.of makes it of the options by name"
                 raise OptionError(f"{fact}; {fix}", name)
-        check_ranges(self, _RANGES)
+        check_fields(self)
         if self.constraint is not None and self.ending.ignore_eos:
             fact = f"a text with a {self.constraint.kind} ends by itself"
             raise OptionError(f"{fact}; leave ignore eos out", "ignore_eos")
