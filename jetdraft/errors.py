@@ -114,6 +114,32 @@ def importing(doing: str, extra: str) -> Iterator[None]:
         raise JetdraftError(fact) from error
 
 
+@contextmanager
+def as_error(
+    kind: type[JetdraftError],
+    causes: type[Exception] | tuple[type[Exception], ...],
+    fact: str,
+    fix: str,
+    field: str = "",
+) -> Iterator[None]:
+    """Raise a `kind` for one of the `causes` in the block: fact, reason and fix.
+
+    `Exception` is any but jetdraft's own. An `OptionError` has the `field`.
+
+        with as_error(OutputError, OSError, f"cannot write {file}", "free some space"):
+            file.write_bytes(data)
+    """
+    try:
+        yield
+    except causes as error:
+        if causes is Exception and isinstance(error, JetdraftError):
+            raise
+        own = kind(f"{fact} ({reason_of(error)}); {fix}")
+        if isinstance(own, OptionError):
+            own.field = field or own.field
+        raise own from error
+
+
 def reason_of(error: Exception) -> str:
     """What went wrong; for an error of the system without its number and file name."""
     return str(getattr(error, "strerror", None) or error)

@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from jetdraft.checkpoints.gguf import is_gguf
 from jetdraft.checkpoints.streams import SETTINGS
 from jetdraft.checkpoints.streams import WEIGHTS as STREAM_WEIGHTS
-from jetdraft.errors import CheckpointError, JetdraftError, printable
+from jetdraft.errors import CheckpointError, JetdraftError, as_error, printable
 from jetdraft.manifest import MANIFEST
 from jetdraft.parsing import JsonError, read_json_file
 
@@ -106,11 +106,9 @@ _MAX_INDEX_BYTES = 1 << 28  # Indexes of shards have at most some 20 MB.
 def check_shards(folder: Path) -> None:
     """Raise `CheckpointError` for shards outside the folder, and for missing shards."""
     for index in sorted(folder.glob("*.index.json")):
-        try:
+        fact = f"{printable(index)} cannot be read"
+        with as_error(CheckpointError, (OSError, JsonError), fact, "fetch it again"):
             contents = read_json_file(index, _MAX_INDEX_BYTES)
-        except (OSError, JsonError) as error:
-            fact = f"{printable(index)} cannot be read ({error})"
-            raise CheckpointError(f"{fact}; fetch it again") from error
         table = contents.get("weight_map") if isinstance(contents, dict) else None
         names = table.values() if isinstance(table, dict) else ()
         shards = sorted({name for name in names if isinstance(name, str)})

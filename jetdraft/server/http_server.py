@@ -17,7 +17,7 @@ from typing import Any
 import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from jetdraft.errors import OptionError, printable, reason_of
+from jetdraft.errors import OptionError, as_error, printable, reason_of
 from jetdraft.server.app import Service
 from jetdraft.server.connection import Connection, ConnectionLimiter
 from jetdraft.server.reply import STATUS_KEY
@@ -204,7 +204,8 @@ def open_unix_listener(path: Path) -> Iterator[socket.socket]:
     It is removed after the block. Raises `OptionError` if it cannot be made there.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
-        try:
+        fact, fix = f"cannot listen on {path}", "choose another --uds"
+        with as_error(OptionError, (OSError, ValueError), fact, fix, "uds"):
             _remove_stale_socket(path)
             mask = os.umask(0o177)  # never open to others, not even for a moment
             try:
@@ -213,9 +214,6 @@ def open_unix_listener(path: Path) -> Iterator[socket.socket]:
                 os.umask(mask)
             own = os.lstat(path)
             listener.listen(128)
-        except (OSError, ValueError) as error:
-            fact = f"cannot listen on {path} ({reason_of(error)})"
-            raise OptionError(f"{fact}; choose another --uds", "uds") from error
         try:
             yield listener
         finally:

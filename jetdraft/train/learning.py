@@ -19,6 +19,7 @@ from torch import Tensor
 from jetdraft import errors
 from jetdraft.checkpoints.layers import add_lora, merge_lora
 from jetdraft.devices.detection import module_rails
+from jetdraft.errors import as_error
 from jetdraft.export.drafters import Arrays
 from jetdraft.files import check_writable
 from jetdraft.learning import lessons as kept
@@ -316,11 +317,9 @@ def publish(
         judged = judged_name(now)
         return now if name == judged else replace(now, name=name, before=judged)
 
-    try:
+    fact, fix = f"cannot write {sets.folder}", "free some space"
+    with as_error(errors.OutputError, (OSError, SafetensorError), fact, fix):
         sets.change(written)
-    except (OSError, SafetensorError) as error:
-        fact = f"cannot write {sets.folder} ({error})"
-        raise errors.OutputError(f"{fact}; free some space") from error
     return name
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from jetdraft.checkpoints.folder import weights_sha256
 from jetdraft.checkpoints.streams import SETTINGS, UNFINISHED, WEIGHTS
-from jetdraft.errors import OutputError
+from jetdraft.errors import OutputError, as_error
 from jetdraft.files import check_writable, replacing
 
 STATE_FILE = "training.pt"  # The file with the state to resume from.
@@ -133,11 +133,10 @@ class RunFolder:
 
     @contextmanager
     def _convert_errors(self) -> Iterator[None]:
-        try:
+        fact = f"cannot write {self.path}"
+        fix = "free some space or choose another folder"
+        with as_error(OutputError, (OSError, RuntimeError, SafetensorError), fact, fix):
             yield
-        except (OSError, RuntimeError, SafetensorError) as error:
-            fix = "free some space or choose another folder"
-            raise OutputError(f"cannot write {self.path} ({error}); {fix}") from error
 
 
 def _link_or_copy(source: str, copy: str) -> str:
