@@ -168,7 +168,7 @@ class Range(typing.NamedTuple):
 
 def between(least: float, most: float) -> Range:
     """Return the range from `least` to `most`."""
-    return Range(lambda x: least <= x <= most, f"{least:g} to {most:g}")
+    return Range(lambda x: least <= x <= most, f"{least:.9g} to {most:.9g}")
 
 
 def check_range(name: str, value: object, allowed: Range, integer: bool) -> None:
