@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from jetdraft.checkpoints.layers import add_lora, decoder_layers, final_norm, merge_lora
 from jetdraft.checkpoints.refusals import MAX_LAYERS
-from jetdraft.errors import CheckpointError, OptionError
+from jetdraft.errors import CheckpointError, OptionError, as_error
 from jetdraft.options import Checked, between, check_range, setting
 
 
@@ -308,16 +308,15 @@ def load_streams(
 
 def load_probe_weights(probed: ProbedModel, folder: Path, kind: str) -> None:
     """Load the trained weights of probes; raises `CheckpointError` unless all fit."""
-    try:
+    fact, fix = f"{folder / WEIGHTS} does not fit {SETTINGS}", f"train the {kind} again"
+    causes = OSError, KeyError, ValueError, SafetensorError
+    with as_error(CheckpointError, causes, fact, fix):
         tensors = load_file(folder / WEIGHTS)
         for name, weight in probed.task.items():
             if tensors[name].shape != weight.shape:
                 shapes = [list(each.shape) for each in (tensors[name], weight)]
                 raise ValueError(f"{name} is {shapes[0]}, expected {shapes[1]}")
             weight.data.copy_(tensors[name])
-    except (OSError, KeyError, ValueError, SafetensorError) as error:
-        fact = f"{folder / WEIGHTS} does not fit {SETTINGS} ({error})"
-        raise CheckpointError(f"{fact}; train the {kind} again") from error
 
 
 PROMPTS, FORECAST = "prompts", "forecast"  # Values of `mode`.

@@ -183,10 +183,9 @@ class Conversation:
 
 
 def _tool_message(call: ToolCall, text: object) -> Message:
-    try:
+    fact = f"the result of {call.name!r} is not JSON"
+    causes = TypeError, ValueError, RecursionError
+    with as_error(OptionError, causes, fact, "give a text", "results"):
         if not isinstance(text, str):
             text = json.dumps(text, ensure_ascii=False)
-    except (TypeError, ValueError, RecursionError) as error:
-        fact = f"the result of {call.name!r} is not JSON ({error}); give a text"
-        raise OptionError(fact, "results") from error
     return {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": text}

@@ -334,11 +334,9 @@ def judged_weights(sets: WeightSets) -> dict[str, Tensor]:
     if name == kept.OWN:
         return {}
     file = sets.folder / name / TRAINED
-    try:
+    fact, fix = f"{file} is damaged", "clear the folder with jetdraft store clear"
+    with as_error(errors.StoreError, (OSError, SafetensorError), fact, fix):
         return load_file(file)
-    except (OSError, SafetensorError) as error:
-        fact, fix = f"{file} is damaged ({error})", "jetdraft store clear"
-        raise errors.StoreError(f"{fact}; clear the folder with {fix}") from error
 
 
 def _write_set(folder: Path, arrays: Arrays, trained: Mapping[str, Tensor]) -> str:

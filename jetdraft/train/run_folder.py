@@ -3,8 +3,8 @@
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -73,11 +73,10 @@ class RunFolder:
                 fact = f"{self.path} has {self.learned} but no state to resume from"
                 raise OutputError(f"{fact}; choose another folder")
             return None
-        try:
+        fix = "train again into another folder"
+        causes = OSError, RuntimeError, ValueError, EOFError, UnpicklingError
+        with as_error(OutputError, causes, f"{file} is damaged", fix):
             state: dict[str, Any] = torch.load(file, "cpu", weights_only=True)
-        except (OSError, RuntimeError, ValueError, EOFError, UnpicklingError) as error:
-            fix = "train again into another folder"
-            raise OutputError(f"{file} is damaged; {fix}") from error
         old = state["run"]
         changed = [] if old["data"] == run["data"] else ["data"]
         for part in ("settings", "options"):
@@ -131,12 +130,11 @@ class RunFolder:
         with self._convert_errors(), replacing(self.path / name) as partial:
             write(partial)
 
-    @contextmanager
-    def _convert_errors(self) -> Iterator[None]:
+    def _convert_errors(self) -> AbstractContextManager[None]:
+        causes = OSError, RuntimeError, SafetensorError
         fact = f"cannot write {self.path}"
         fix = "free some space or choose another folder"
-        with as_error(OutputError, (OSError, RuntimeError, SafetensorError), fact, fix):
-            yield
+        return as_error(OutputError, causes, fact, fix)
 
 
 def _link_or_copy(source: str, copy: str) -> str:

@@ -2,8 +2,8 @@
 
 import hashlib
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -234,8 +234,6 @@ class TensorCache:
         self._pending = {}
 
 
-@contextmanager
-def _convert_errors(file: Path) -> Iterator[None]:
-    fact = f"{file} is damaged"
-    with as_error(DataError, (OSError, SafetensorError), fact, "delete it"):
-        yield
+def _convert_errors(file: Path) -> AbstractContextManager[None]:
+    causes = OSError, SafetensorError
+    return as_error(DataError, causes, f"{file} is damaged", "delete it")
