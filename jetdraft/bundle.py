@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jetdraft.contracts.step_contract import StepContract
-from jetdraft.errors import BundleError, OptionError, PairError
+from jetdraft.errors import BundleError, OptionError, PairError, as_error
 from jetdraft.files import read_array, read_arrays
 from jetdraft.manifest import (
     MANIFEST,
@@ -346,14 +346,12 @@ class Bundle:
     def _parse(cls, folder: Path, manifest: dict[str, Any]) -> "Bundle":
         """Convert a manifest to a bundle; raises `BundleError` for malformed fields."""
         fields = {n: v for n, v in manifest.items() if n not in (VERSION, SEAL)}
-        try:
+        fact = f"{folder / MANIFEST} is malformed"
+        with as_error(BundleError, ValueError, fact, "export the bundle again"):
             bundle = cls(path=folder, **read_fields(cls, fields, without="path"))
             for entry in bundle.graphs.values():
                 entry.check()
             bundle._check_fields()
-        except ValueError as error:
-            fact = f"{folder / MANIFEST} is malformed ({error})"
-            raise BundleError(f"{fact}; export the bundle again") from error
         return bundle
 
     def _check_fields(self) -> None:

@@ -114,12 +114,48 @@ def importing(doing: str, extra: str) -> Iterator[None]:
         raise JetdraftError(fact) from error
 
 
+@contextmanager
+def as_error(
+    kind: type[JetdraftError],
+    causes: type[Exception] | tuple[type[Exception], ...],
+    fact: str,
+    fix: str,
+    field: str = "",
+) -> Iterator[None]:
+    """Raise a `kind` for one of the `causes` in the block: fact, reason and fix.
+
+    `Exception` is any but jetdraft's own. An `OptionError` has the `field`.
+
+        with as_error(OutputError, OSError, f"cannot write {file}", "free some space"):
+            file.write_bytes(data)
+    """
+    try:
+        yield
+    except causes as error:
+        if causes is Exception and isinstance(error, JetdraftError):
+            raise
+        own = kind(f"{fact} ({reason_of(error)}); {fix}")
+        if isinstance(own, OptionError):
+            own.field = field or own.field
+        raise own from error
+
+
 def reason_of(error: Exception) -> str:
-    """What went wrong; for an error of the system without its number and file name."""
-    return str(getattr(error, "strerror", None) or error)
+    """What went wrong in one line, for an error of the system without its file name.
+
+    It is the first line of the message, or two after a colon; if long, one sentence.
+    """
+    message = str(getattr(error, "strerror", None) or error)
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    shown = lines[:2] if lines and lines[0].endswith(":") else lines[:1]
+    text = " ".join(shown) or type(error).__name__
+    return printable(text if len(text) <= _LONG else text.partition(". ")[0])
 
 
-def printable(text: object, most: int = 200) -> str:
+_LONG = 200  # The most letters that `printable` and `reason_of` show, usually.
+
+
+def printable(text: object, most: int = _LONG) -> str:
     r"""Return untrusted text as one line of at most `most` characters, safe to show.
 
     Line ends, control and escape characters, lone surrogates, invisible characters and

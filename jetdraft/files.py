@@ -11,7 +11,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from jetdraft.errors import DataError, JetdraftError, OutputError
+from jetdraft.errors import DataError, JetdraftError, OutputError, as_error
 
 TRIAL_FILE_BYTES = 4096  # An empty file may fit on a full disk.
 MAX_BYTES = 1 << 28  # A device or a pipe may never end.
@@ -36,7 +36,8 @@ def is_free(folder: Path) -> bool:
 
 def check_writable(path: Path) -> None:
     """Raise `OutputError` unless a file or folder can be written at `path`."""
-    try:
+    fact, fix = f"cannot write {path}", "choose another place, or free some space"
+    with as_error(OutputError, OSError, fact, fix):
         check_name(path)
         final = Path(os.path.realpath(path))
         above = next(folder for folder in final.parents if folder.exists())
@@ -44,10 +45,6 @@ def check_writable(path: Path) -> None:
         with TemporaryFile(dir=above) as file:
             file.write(bytes(TRIAL_FILE_BYTES))
             file.flush()
-    except OSError as error:
-        fact = f"cannot write {path} ({error.strerror})"
-        fix = "choose another place, or free some space"
-        raise OutputError(f"{fact}; {fix}") from error
 
 
 @contextmanager
@@ -71,12 +68,9 @@ def replacing(file: Path) -> Iterator[Path]:
 @contextmanager
 def _open_replacement(file: Path) -> Iterator[BinaryIO]:
     """Open a file that replaces `file` if the block succeeds; raises `OutputError`."""
-    try:
-        with replacing(file) as partial, partial.open("wb") as handle:
-            yield handle
-    except OSError as error:
-        fact = f"cannot write {file} ({error.strerror}); choose another file"
-        raise OutputError(fact) from error
+    own = as_error(OutputError, OSError, f"cannot write {file}", "choose another file")
+    with own, replacing(file) as partial, partial.open("wb") as handle:
+        yield handle
 
 
 def write_text(file: Path, text: str) -> None:
@@ -157,7 +151,6 @@ def read_bytes(file: Path) -> bytes:
 
 def read_text(file: Path) -> str:
     """Read a UTF-8 file; raises `DataError` for any other file."""
-    try:
+    fact = f"{file} is not text"
+    with as_error(DataError, UnicodeDecodeError, fact, "give UTF-8 text"):
         return read_bytes(file).decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise DataError(f"{file} is not text ({error}); give UTF-8 text") from error

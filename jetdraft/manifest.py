@@ -16,7 +16,7 @@ from tempfile import mkdtemp
 from typing import Annotated, Any, TypedDict
 
 from jetdraft.contracts.step_contract import Selection, SplitContract, StepContract
-from jetdraft.errors import BundleError, OutputError, printable
+from jetdraft.errors import BundleError, OutputError, as_error, printable
 from jetdraft.files import check_writable, locked, replacing
 from jetdraft.parsing import Count, Rule, Size, in_range, read_json_file
 from jetdraft.recipe import Recipe
@@ -280,13 +280,11 @@ def writing(output: str | Path) -> Iterator[Path]:
     """
     final = Path(output).resolve()
     check_output(final)
-    try:
+    fact = f"cannot write beside {final}"
+    with as_error(OutputError, OSError, fact, "choose another folder"):
         final.parent.mkdir(parents=True, exist_ok=True)
         _clean_up(final)
         staging = Path(mkdtemp(prefix=f".{final.name}.partial-", dir=final.parent))
-    except OSError as error:
-        fact = f"cannot write beside {final} ({error.strerror}); choose another folder"
-        raise OutputError(fact) from error
     try:
         with locked(staging):
             mask = os.umask(0)  # which can only be read by setting it

@@ -2,20 +2,22 @@
 
     @dataclass(frozen=True, kw_only=True)
     class PlanOptions:
-        context: int = declared("checkpoint", 2048, "Tokens in the buffers.")
+        context: int = declared("checkpoint", 2048)
 
 The command line makes `--context` of it (`jetdraft.cli.command`), `takes` a Python
-function with the keyword `context`, and the function's reference lists its help.
+function with the keyword `context`, and the function's reference lists its help: a row
+"context: Tokens in the buffers." in the docstring of the class, or `help`.
 """
 
 import dataclasses
 import inspect
+import re
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import wraps
-from math import inf
+from functools import cache, partial, wraps
 from numbers import Integral, Real
+from operator import le, lt
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, cast, get_args, get_origin, get_type_hints
@@ -25,13 +27,16 @@ from jetdraft.errors import OptionError
 P = typing.ParamSpec("P")
 R = typing.TypeVar("R")
 T = typing.TypeVar("T")
+# A row of a docstring, such as "context: Tokens", with its further lines.
+_ROW = re.compile(r"^(\w+): (.+(?:\n +.+)*)", re.MULTILINE)
 
 
 @dataclass(frozen=True)
 class Flag:
     """What a field's annotation adds to its name, type and default.
 
-    `group` is the section of help; a `help` that names what packages add is a function.
+    `group` is the section of help. A `help` that names what packages add is a function,
+    and without `help` the field has a row in the docstring of its class.
     `names` replace the flag `--name-of-the-field`. A number must be from `least` to
     `most` and larger than `above`; `choices` are all allowed values. `kind` is the type
     on the command line, if the field has several; a `multiple` flag may be given
@@ -40,7 +45,7 @@ class Flag:
     """
 
     group: str
-    help: str | Callable[[], str]
+    help: str | Callable[[], str] = ""
     names: Sequence[str] = ()
     metavar: str | None = None
     kind: type | None = None
@@ -56,21 +61,26 @@ class Flag:
 
 @dataclass(frozen=True)
 class Option:
-    """A declared field; `default` is `MISSING` for an option that must be given."""
+    """A declared field; `default` is `MISSING` for an option that must be given.
+
+    `row` is the text of its row in the docstring of the class.
+    """
 
     name: str
     kind: type
     multiple: bool
     default: Any
     flag: Flag
+    row: str
 
     @property
     def help(self) -> str:
         """The text of help; calls `flag.help` if it is a function."""
-        return self.flag.help if isinstance(self.flag.help, str) else self.flag.help()
+        text = self.flag.help or self.row
+        return text if isinstance(text, str) else text()
 
 
-def declared(group: str, default: Any, help: str, **flag: Any) -> Any:
+def declared(group: str, default: Any, help: str = "", **flag: Any) -> Any:
     """A field of a dataclass, with a `Flag` in the section `group` of help."""
     added = {"flag": Flag(group, help, **flag)}
     return dataclasses.field(default=default, metadata=added)
@@ -80,6 +90,8 @@ def declared_options(record: type[Any]) -> Iterator[Option]:
     """Yield the fields of a dataclass or `TypedDict` that have a `Flag`, in order."""
     fields = dataclasses.fields(record) if dataclasses.is_dataclass(record) else ()
     named = {field.name: field for field in fields}
+    docs = [inspect.cleandoc(kind.__doc__ or "") for kind in reversed(record.__mro__)]
+    rows = {row[1]: row[2] for doc in docs for row in _ROW.finditer(doc)}
     for name, hint in get_type_hints(record, include_extras=True).items():
         field = named.get(name)
         base, *extras = get_args(hint) if get_origin(hint) is Annotated else (hint,)
@@ -89,7 +101,8 @@ def declared_options(record: type[Any]) -> Iterator[Option]:
             kind, multiple = _value_type(base)
             default = None if field is None else field.default
             several = multiple or flag.multiple
-            yield Option(name, flag.kind or kind, several, default, flag)
+            row = " ".join(rows.get(name, "").split())
+            yield Option(name, flag.kind or kind, several, default, flag, row)
 
 
 def _value_type(hint: Any) -> tuple[type, bool]:
@@ -144,63 +157,75 @@ def takes(record: Callable[P, R]) -> Callable[[Callable[[R], T]], Callable[P, T]
 
 
 class Range(typing.NamedTuple):
-    """The numbers that an option allows, and the words for them in errors."""
+    """The numbers that a field may have, in its `Annotated` type, and words for them.
+
+    top_k: Annotated[int, Range(lambda k: k >= 0, "0 (off) or more")] = 0
+    """
 
     contains: Callable[[Any], bool]
     words: str
-    integer: bool = False
-    optional: bool = False
 
 
-def range_between(least: float, most: float, optional: bool = False) -> Range:
-    """Return the range from `least` to `most`, of integers if `least` is an int."""
-    words, integer = f"{least:g} to {most:g}", isinstance(least, int)
-    return Range(lambda x: least <= x <= most, words, integer, optional)
+def between(least: float, most: float) -> Range:
+    """Return the range from `least` to `most`."""
+    return Range(lambda x: least <= x <= most, f"{least:.9g} to {most:.9g}")
 
 
-def check_flags(options: object, *fields: str) -> None:
-    """Raise `OptionError` for the first attribute in `fields` that is not a bool."""
-    for field in fields:
-        value = getattr(options, field)
-        if not isinstance(value, bool):
-            fact = f"{field} {value!r} is not true or false; give True or False"
-            raise OptionError(fact, field)
+def check_range(name: str, value: object, allowed: Range, integer: bool) -> None:
+    """Raise `OptionError` for what is no number, or no `integer`, of a range."""
+    if isinstance(value, bool) or not isinstance(value, Integral if integer else Real):
+        words = "an integer" if integer else "a number"
+        raise OptionError(f"{name} {value!r} is not {words}; give {words}", name)
+    if not allowed.contains(value):
+        fact = f"{name.replace('_', ' ')} {value} is out of range"
+        raise OptionError(f"{fact}; give {allowed.words}", name)
 
 
-def check_ranges(options: object, ranges: Mapping[str, Range]) -> None:
-    """Raise `OptionError` for the first attribute of `options` outside its range."""
-    for field, allowed in ranges.items():
-        value = getattr(options, field)
-        if value is None and allowed.optional:
+def check_fields(record: Any) -> None:
+    """Raise `OptionError` for the first field of a dataclass with a wrong value.
+
+    A bool is True or False, a number is in the `Range` of its `Annotated` type or in
+    the bounds of its `Flag`, and a `setting` has one of its choices.
+    """
+    for name, kinds, ranges, choices in _rules(record.__class__):
+        value = getattr(record, name)
+        if value is None and NoneType in kinds:
             continue
-        kind = Integral if allowed.integer else Real
-        if isinstance(value, bool) or not isinstance(value, kind):
-            words = "an integer" if allowed.integer else "a number"
-            raise OptionError(f"{field} {value!r} is not {words}; give {words}", field)
-        if not allowed.contains(value):
-            name = field.replace("_", " ")
-            fact = f"{name} {value} is out of range; give {allowed.words}"
-            raise OptionError(fact, field)
+        if kinds == (bool,) and not isinstance(value, bool):
+            fact = f"{name} {value!r} is not true or false; give True or False"
+            raise OptionError(fact, name)
+        for allowed in ranges:
+            check_range(name, value, allowed, int in kinds)
+        if choices and value not in choices:
+            words = f"{', '.join(choices[:-1])} or {choices[-1]}"
+            raise OptionError(f"unknown {name} {value!r}; choose {words}", name)
 
 
-def check_bounds(options: object) -> None:
-    """Raise `OptionError` for the first number in `options` beyond its `Flag`."""
-
-    def allowed(option: Option) -> Range:
-        flag, integer = option.flag, option.kind is int
-        most, above = inf if flag.most is None else flag.most, flag.above
-        if above is not None:
-            return Range(lambda x: above < x <= most, f"more than {above:g}", integer)
-        least = -inf if flag.least is None else flag.least
-        return Range(lambda x: least <= x <= most, f"{least:g} or more", integer)
-
-    bounded = [o for o in declared_options(type(options)) if o.kind in (int, float)]
-    check_ranges(options, {option.name: allowed(option) for option in bounded})
+@cache
+def _rules(kind: type[Any]) -> list[tuple[str, tuple[Any, ...], list[Range], Any]]:
+    """The fields of a dataclass: name, types of the value, ranges and choices."""
+    rules, hints = [], get_type_hints(kind, include_extras=True)
+    for field in dataclasses.fields(kind):
+        base, *extras = [hints[field.name]]
+        if get_origin(base) is Annotated:
+            base, *extras = get_args(base)
+        ranges = [extra for extra in extras if isinstance(extra, Range)]
+        flag, allowed = map(field.metadata.get, ("flag", "allowed"))
+        if allowed:
+            ranges.append(between(*allowed))
+        if flag and flag.above is not None:
+            ranges.append(Range(partial(lt, flag.above), f"more than {flag.above:g}"))
+        if flag and flag.least is not None:
+            ranges.append(Range(partial(le, flag.least), f"{flag.least:g} or more"))
+        is_union = get_origin(base) in (typing.Union, UnionType)
+        kinds = get_args(base) if is_union else (base,)
+        rules.append((field.name, kinds, ranges, field.metadata.get("choices")))
+    return rules
 
 
 def setting(
     default: Any,
-    help: str,
+    help: str = "",
     allowed: tuple[float, float] | None = None,
     choices: Sequence[str] = (),
     group: str = "training",
@@ -218,16 +243,7 @@ def setting(
 
 
 class Checked:
-    """Base of dataclasses that raise `OptionError` for what a `setting` forbids."""
+    """Base of dataclasses that `check_fields` checks."""
 
     def __post_init__(self) -> None:
-        hints = get_type_hints(type(self))
-        for field in dataclasses.fields(self):  # type: ignore[arg-type]  # subclasses are
-            name, value = field.name, getattr(self, field.name)
-            if allowed := field.metadata.get("allowed"):
-                (least, most), optional = allowed, NoneType in get_args(hints[name])
-                check_ranges(self, {name: range_between(least, most, optional)})
-            choices = field.metadata.get("choices")
-            if choices and value not in choices:
-                words = f"{', '.join(choices[:-1])} or {choices[-1]}"
-                raise OptionError(f"unknown {name} {value!r}; choose {words}", name)
+        check_fields(self)

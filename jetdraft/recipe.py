@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from jetdraft.errors import BundleError, OptionError
+from jetdraft.errors import BundleError, OptionError, as_error
 
 GRIDS = {"q4_0": 4.5, "q4_1": 5, "q5_0": 5.5, "q5_1": 6, "q8_0": 8.5}
 GRIDS |= {"q4_k": 4.625, "q5_k": 5.625, "q6_k": 6.5625}
@@ -226,11 +226,9 @@ class Recipe:
         """Read the object that `to_json` writes; raises `BundleError`."""
         known = cls.__dataclass_fields__.keys() & fields.keys()
         own = {name: fields[name] for name in known}
-        try:
+        fact = "the recipe in bundle.json cannot be read"
+        with as_error(BundleError, OptionError, fact, "export the bundle again"):
             return cls(**{**own, "raised": tuple(fields.get("raised", ()))})
-        except OptionError as error:
-            fact = f"the recipe in bundle.json cannot be read ({error})"
-            raise BundleError(f"{fact}; export the bundle again") from error
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self) | {"raised": list(self.raised)}

@@ -9,11 +9,12 @@ Usage, in a test of a program that embeds jetdraft:
 import atexit
 import os
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from tempfile import mkdtemp
 from zipfile import ZipFile
 
-from jetdraft.errors import OutputError, printable
+from jetdraft.errors import OutputError, as_error, printable
 from jetdraft.files import check_name
 from jetdraft.manifest import writing
 
@@ -35,14 +36,11 @@ def toy_bundle(folder: str | Path | None = None) -> Path:
         model.generate("The robot sees", num_draft_tokens=4).text
     """
     path = _temporary_path() if folder is None else Path(folder)
-    try:
+    fact = f"cannot unpack a toy bundle to {printable(path)}"
+    with as_error(OutputError, OSError, fact, "choose a new or an empty folder"):
         check_name(path)
-        path.rmdir()  # refuses a folder that is not empty
-    except FileNotFoundError:
-        pass
-    except OSError as error:
-        fact = f"cannot unpack a toy bundle to {printable(path)} ({error.strerror})"
-        raise OutputError(f"{fact}; choose a new or an empty folder") from error
+        with suppress(FileNotFoundError):
+            path.rmdir()  # refuses a folder that is not empty
     with writing(path) as staging, ZipFile(TOY_ZIP) as packed:
         packed.extractall(staging)
     return path

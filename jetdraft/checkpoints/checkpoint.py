@@ -20,7 +20,7 @@ from jetdraft.checkpoints.packed import PackedWeights
 from jetdraft.checkpoints.parameters import set_compute_dtype, store_weights_in
 from jetdraft.checkpoints.streams import ProbedModel, PromptSettings, StreamSettings
 from jetdraft.checkpoints.vision import picture_sizes
-from jetdraft.errors import CheckpointError, printable
+from jetdraft.errors import CheckpointError, as_error, printable
 from jetdraft.ort import no_progress_bars, silenced
 from jetdraft.parsing import read_json_file, read_record
 
@@ -180,7 +180,9 @@ class Checkpoint:
 def read_settings(folder: Path) -> ProbeSettings | None:
     """Read the settings of a checkpoint's probes; None if it has no probes."""
     file, mark = folder / streams.SETTINGS, folder / streams.UNFINISHED
-    try:
+    fact, fix = f"{file} cannot be read", "train the streams again"
+    causes = OSError, ValueError, KeyError, TypeError
+    with as_error(CheckpointError, causes, fact, fix):
         if not file.is_file():
             added = mark.read_text(encoding="utf-8") if mark.is_file() else ""
             if added:
@@ -192,9 +194,6 @@ def read_settings(folder: Path) -> ProbeSettings | None:
         kind = PromptSettings if is_prompt else StreamSettings
         settings = {name: fields[name] for name in kind.__dataclass_fields__}
         return read_record(kind, settings)  # type: ignore[no-any-return]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        fact = f"{file} cannot be read ({error})"
-        raise CheckpointError(f"{fact}; train the streams again") from error
 
 
 def load_probes(

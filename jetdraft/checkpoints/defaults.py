@@ -8,7 +8,7 @@ from typing import Any, Self, cast
 import transformers
 
 from jetdraft.bundle import Defaults
-from jetdraft.errors import CheckpointError, OptionError, printable
+from jetdraft.errors import CheckpointError, OptionError, as_error, printable
 from jetdraft.parsing import RecordError, read_json_file, read_record
 from jetdraft.runtime.sampling.chooser import Sampling
 from jetdraft.runtime.sampling.processors import Penalties
@@ -145,11 +145,9 @@ def read_fields(source: str, name: str, kind: Any = dict) -> Any:
     file = transformers.utils.cached_file(
         source, name, _raise_exceptions_for_missing_entries=False
     )
-    try:
+    fact, fix = f"{name} of {source} cannot be read", "fetch it again"
+    with as_error(CheckpointError, (OSError, ValueError, TypeError), fact, fix):
         return None if file is None else kind(read_json_file(Path(file)))
-    except (OSError, ValueError, TypeError) as error:
-        fact = f"{name} of {source} cannot be read ({error})"
-        raise CheckpointError(f"{fact}; fetch it again") from error
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from jetdraft.checkpoints.gguf import is_gguf
 from jetdraft.checkpoints.streams import SETTINGS
 from jetdraft.checkpoints.streams import WEIGHTS as STREAM_WEIGHTS
-from jetdraft.errors import CheckpointError, JetdraftError, printable
+from jetdraft.errors import CheckpointError, as_error, printable
 from jetdraft.manifest import MANIFEST
 from jetdraft.parsing import JsonError, read_json_file
 
@@ -106,11 +106,9 @@ _MAX_INDEX_BYTES = 1 << 28  # Indexes of shards have at most some 20 MB.
 def check_shards(folder: Path) -> None:
     """Raise `CheckpointError` for shards outside the folder, and for missing shards."""
     for index in sorted(folder.glob("*.index.json")):
-        try:
+        fact = f"{printable(index)} cannot be read"
+        with as_error(CheckpointError, (OSError, JsonError), fact, "fetch it again"):
             contents = read_json_file(index, _MAX_INDEX_BYTES)
-        except (OSError, JsonError) as error:
-            fact = f"{printable(index)} cannot be read ({error})"
-            raise CheckpointError(f"{fact}; fetch it again") from error
         table = contents.get("weight_map") if isinstance(contents, dict) else None
         names = table.values() if isinstance(table, dict) else ()
         shards = sorted({name for name in names if isinstance(name, str)})
@@ -135,27 +133,15 @@ NO_OWN_CODE = {"trust_remote_code": False}
 
 Without them they ask on the terminal whether to run it."""
 
-_LONGEST_MESSAGE = 200  # The most letters of a message that is shown whole.
-
 
 @contextmanager
 def as_checkpoint_error(source: str) -> Iterator[None]:
     """Turn the errors of loaders into `CheckpointError`s of one line."""
-    try:
+    # pickle and transformers raise whatever they stumble on.
+    damaged = f"the weights of {source} are damaged", "fetch them again"
+    unread = f"cannot load {source}", "check the folder or the hub id"
+    with (
+        as_error(CheckpointError, Exception, *unread),
+        as_error(CheckpointError, SafetensorError, *damaged),
+    ):
         yield
-    except SafetensorError as error:
-        fact = f"the weights of {source} are damaged ({error})"
-        raise CheckpointError(f"{fact}; fetch them again") from error
-    except JetdraftError:
-        raise
-    except Exception as error:  # pickle and transformers raise whatever they stumble on
-        fact = f"cannot load {source} ({first_line(error)})"
-        raise CheckpointError(f"{fact}; check the folder or the hub id") from error
-
-
-def first_line(error: Exception) -> str:
-    """The first line of a message, or two after a colon; if long, one sentence."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    shown = lines[:2] if lines and lines[0].endswith(":") else lines[:1]
-    text = " ".join(shown) or type(error).__name__
-    return printable(text if len(text) <= _LONGEST_MESSAGE else text.partition(". ")[0])

@@ -18,7 +18,13 @@ from jetdraft.checkpoints.defaults import REFUSED, WARNED, GenerationFields
 from jetdraft.checkpoints.layers import head_size
 from jetdraft.checkpoints.packed import PackedWeights
 from jetdraft.checkpoints.refusals import SPARE, Bounds, build_skeleton, check_kinds
-from jetdraft.errors import CheckpointError, UnsupportedModelError, printable, reason_of
+from jetdraft.errors import (
+    CheckpointError,
+    UnsupportedModelError,
+    as_error,
+    printable,
+    reason_of,
+)
 from jetdraft.quant.algorithms import quantize
 from jetdraft.quant.grids import GRIDS, GridMatrix
 from jetdraft.quant.stored import GridStack, StoredTensor
@@ -106,13 +112,10 @@ class GgufFile:
             raise CheckpointError(f"{fact}; fetch it again")
 
     def tokenizer_json(self) -> str | None:
-        try:
+        fact = f"the tokenizer of {self.source} cannot be read"
+        # tokenizers raises bare exceptions
+        with as_error(CheckpointError, Exception, fact, "fetch the file again"):
             return gguf_tokenizer.make_tokenizer_json(self.source, self.field)
-        except CheckpointError:
-            raise
-        except Exception as error:  # tokenizers raises bare exceptions
-            fact = f"the tokenizer of {self.source} cannot be read ({error})"
-            raise CheckpointError(f"{fact}; fetch the file again") from error
 
     def special_tokens(self) -> dict[str, str]:
         """The texts of the special tokens, by transformers' names."""

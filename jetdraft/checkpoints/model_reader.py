@@ -25,14 +25,13 @@ from jetdraft.checkpoints.folder import (
     NO_OWN_CODE,
     as_checkpoint_error,
     check_folder,
-    first_line,
     stored_dtype,
 )
 from jetdraft.checkpoints.gguf import is_gguf, opened_gguf
 from jetdraft.checkpoints.packed import MXFP4, PackedWeights, load_tensors
 from jetdraft.checkpoints.recurrence import connect
 from jetdraft.contracts.tensors import EXPERTS
-from jetdraft.errors import CheckpointError, UnsupportedModelError, printable
+from jetdraft.errors import CheckpointError, UnsupportedModelError, as_error, printable
 from jetdraft.ort import no_progress_bars, silenced
 from jetdraft.parsing import RecordError, read_record
 
@@ -373,13 +372,10 @@ def read_speech(source: str, model: Any) -> Speech | None:
         "suppressed_first": _valid_ids(settings.begin_suppress_tokens),
         "latest_first": getattr(settings, "max_initial_timestamp_index", None) or 0,
     }
-    try:
+    fact = f"generation_config.json of {source} lacks tokens of speech, or is wrong"
+    fix = "fetch the current file of the checkpoint"
+    with as_error(CheckpointError, RecordError, fact, fix):
         speech: Speech = read_record(Speech, fields)
-    except RecordError as error:
-        raise CheckpointError(
-            f"generation_config.json of {source} lacks tokens of speech, or has wrong "
-            f"ones ({error}); fetch the current file of the checkpoint"
-        ) from error
     if not speech.fits(len(rows)):
         raise CheckpointError(
             f"the tokens of speech in generation_config.json of {source} do not fit "
@@ -399,11 +395,10 @@ def load_tokenizer(source: str) -> Any:
     names = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
     if path.is_dir() and not any((path / name).is_file() for name in names):
         return None
-    try:
+    fact = f"the tokenizer of {source} cannot be read"
+    # tokenizers raises bare exceptions
+    with as_error(CheckpointError, Exception, fact, "check the folder or the hub id"):
         tokenizer = transformers.AutoTokenizer.from_pretrained(source, **NO_OWN_CODE)
-    except Exception as error:  # tokenizers raises bare exceptions
-        fact = f"the tokenizer of {source} cannot be read ({first_line(error)})"
-        raise CheckpointError(f"{fact}; check the folder or the hub id") from error
     if not getattr(tokenizer, "is_fast", False):
         fact = f"the tokenizer of {source} has no tokenizer.json form"
         raise CheckpointError(f"{fact}; convert it first")

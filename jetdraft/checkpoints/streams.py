@@ -27,8 +27,8 @@ from torch import Tensor, nn
 
 from jetdraft.checkpoints.layers import add_lora, decoder_layers, final_norm, merge_lora
 from jetdraft.checkpoints.refusals import MAX_LAYERS
-from jetdraft.errors import CheckpointError, OptionError
-from jetdraft.options import Checked, check_ranges, range_between, setting
+from jetdraft.errors import CheckpointError, OptionError, as_error
+from jetdraft.options import Checked, between, check_range, setting
 
 
 @dataclass
@@ -169,26 +169,27 @@ _ADAPTER = "streams"  # The LoRA, and the module with the streams' own weights.
 
 @dataclass(frozen=True)
 class StreamSettings(Checked):
-    """The fields of streams.json; `base` is a hash of the target's weights."""
+    """The fields of streams.json; `base` is a hash of the target's weights.
 
-    mode: str = setting(
-        LOSSLESS,
-        "lossless keeps the target as it is; shared trains it too. On free text "
-        "jetdraft train forecast, which keeps it too, guessed better in the same time.",
-        choices=MODES,
-    )
-    gamma: int = setting(4, "Streams per row.", (1, 16))
-    layers: int = setting(2, "Top layers that have streams.", (1, MAX_LAYERS))
-    lora_rank: int = setting(32, "Rank of the LoRA adapters.", (1, 1024))
-    prune_rank: int = setting(
-        8, "Rank of the early exit that prunes drafts.", (1, 1024)
-    )
+    mode: lossless keeps the target as it is; shared trains it too. On free text
+        jetdraft train forecast, which keeps it too, guessed better in the same time.
+    gamma: Streams per row.
+    layers: Top layers that have streams.
+    lora_rank: Rank of the LoRA adapters.
+    prune_rank: Rank of the early exit that prunes drafts.
+    """
+
+    mode: str = setting(LOSSLESS, choices=MODES)
+    gamma: int = setting(4, allowed=(1, 16))
+    layers: int = setting(2, allowed=(1, MAX_LAYERS))
+    lora_rank: int = setting(32, allowed=(1, 1024))
+    prune_rank: int = setting(8, allowed=(1, 1024))
     positions: str = "row + stream"
     base: str = ""
 
     def check(self, model_layers: int) -> None:
         """Raise `OptionError` if a model of that many layers has too few."""
-        check_ranges(self, {"layers": range_between(1, model_layers)})
+        check_range("layers", self.layers, between(1, model_layers), integer=True)
 
 
 class Streams(nn.Module):
@@ -307,16 +308,15 @@ def load_streams(
 
 def load_probe_weights(probed: ProbedModel, folder: Path, kind: str) -> None:
     """Load the trained weights of probes; raises `CheckpointError` unless all fit."""
-    try:
+    fact, fix = f"{folder / WEIGHTS} does not fit {SETTINGS}", f"train the {kind} again"
+    causes = OSError, KeyError, ValueError, SafetensorError
+    with as_error(CheckpointError, causes, fact, fix):
         tensors = load_file(folder / WEIGHTS)
         for name, weight in probed.task.items():
             if tensors[name].shape != weight.shape:
                 shapes = [list(each.shape) for each in (tensors[name], weight)]
                 raise ValueError(f"{name} is {shapes[0]}, expected {shapes[1]}")
             weight.data.copy_(tensors[name])
-    except (OSError, KeyError, ValueError, SafetensorError) as error:
-        fact = f"{folder / WEIGHTS} does not fit {SETTINGS} ({error})"
-        raise CheckpointError(f"{fact}; train the {kind} again") from error
 
 
 PROMPTS, FORECAST = "prompts", "forecast"  # Values of `mode`.

@@ -24,47 +24,33 @@ _server = partial(declared, "server")
 
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions:
-    """Where a server listens, and what it serves under which name."""
+    """Where a server listens, and what it serves under which name.
 
-    host: str = _server("127.0.0.1", "The address to listen on.")
-    port: int = _server(
-        8080, "The port to listen on; 0 picks a free port.", least=0, most=65535
-    )
-    uds: Path | None = _server(
-        None, "A socket in the file system, beside the port, for this user's programs."
-    )
-    api_key: str | None = _server(
-        None,
-        "The key that clients must send; required unless --host is loopback. "
-        f"Default: {KEY_VARIABLE} of the environment.",
-    )
-    allow_origin: tuple[str, ...] = _server(
-        (),
-        "Pages of this origin, such as http://localhost:3000, may ask in a browser; "
-        "may be given several times.",
-        metavar="ORIGIN",
-    )
-    name: str | None = _server(
-        None, "The model's name; default: the name of the bundle folder."
-    )
-    models: int = _server(
-        1,
-        "Requests answered at once; each model has its own buffers.",
-        least=1,
-        most=64,
-    )
-    prefixes: Path | None = _server(
-        None,
-        "Keep the rows of beginnings that prompts share in this folder, for all "
-        "clients; default: each model keeps the rows of its last text.",
-        metavar="DIR",
-    )
-    images: Path | None = _server(
-        None,
-        "Let requests name image files below this folder, as file:// addresses.",
-        metavar="DIR",
-    )
-    drain: int = _server(30, "Seconds to finish texts after SIGTERM.", least=0)
+    host: The address to listen on.
+    port: The port to listen on; 0 picks a free port.
+    uds: A socket in the file system, beside the port, for this user's programs.
+    api_key: The key that clients must send; required unless --host is loopback.
+        Default: JETDRAFT_API_KEY of the environment.
+    allow_origin: Pages of this origin, such as http://localhost:3000, may ask in a
+        browser; may be given several times.
+    name: The model's name; default: the name of the bundle folder.
+    models: Requests answered at once; each model has its own buffers.
+    prefixes: Keep the rows of beginnings that prompts share in this folder, for all
+        clients; default: each model keeps the rows of its last text.
+    images: Let requests name image files below this folder, as file:// addresses.
+    drain: Seconds to finish texts after SIGTERM.
+    """
+
+    host: str = _server("127.0.0.1")
+    port: int = _server(8080, least=0, most=65535)
+    uds: Path | None = _server(None)
+    api_key: str | None = _server(None)
+    allow_origin: tuple[str, ...] = _server((), metavar="ORIGIN")
+    name: str | None = _server(None)
+    models: int = _server(1, least=1, most=64)
+    prefixes: Path | None = _server(None, metavar="DIR")
+    images: Path | None = _server(None, metavar="DIR")
+    drain: int = _server(30, least=0)
 
 
 @click.command("serve", cls=Command)

@@ -122,60 +122,22 @@ def acceptance(
 @click.command("use", cls=Command)
 @flags.bundle_argument
 @click.argument("folder", metavar="DIR", type=flags.PATH)
-@option(
-    "training --from source",
-    "The drafter's checkpoint in floats; default: where the export read it.",
-    metavar="CHECKPOINT",
-    default="",
-)
-@option(
-    "training --target",
-    "The target's checkpoint, whose states a head reads; default: where the "
-    "export read it.",
-    metavar="CHECKPOINT",
-    default="",
-)
-@record_flags("settings", learning.UseOptions)
-@option(
-    "training --seconds",
-    "The most seconds of training, without waiting; default: no limit.",
-    type=click.FloatRange(0, min_open=True),
-)
-@option(
-    "training --watts",
-    "Wait while the module draws more; a Jetson tells.",
-    type=click.FloatRange(0, min_open=True),
-)
-@option(
-    "training --background",
-    "At idle priority, and again whenever there is enough to learn from, until "
-    "the seconds are spent.",
-    is_flag=True,
-)
-def use(
-    bundle: Path,
-    folder: Path,
-    source: str,
-    target: str,
-    seconds: float | None,
-    watts: float | None,
-    background: bool,
-    settings: learning.UseOptions,
-) -> None:
+@record_flags("options", learning.UseOptions)
+def use(bundle: Path, folder: Path, options: learning.UseOptions) -> None:
     """Train BUNDLE's drafter on its wrong drafts, which serve --learn keeps in DIR.
 
     A model that runs with the same DIR takes the weights between two texts, and takes
     them back if fewer of their tokens are accepted.
     """
-    pace = learning.Pace(seconds, watts)
-    if not has_learned(folder) and not (background and is_free(folder)):
+    pace = learning.Pace(options.seconds, options.watts)
+    if not has_learned(folder) and not (options.background and is_free(folder)):
         fact = f"no lessons are kept in {folder}; give the folder of serve --learn"
         raise StoreError(fact)
-    if background:
+    if options.background:
         learning.lower_priority()
-    student = load_student(Bundle.open(bundle), source, target)
-    training = learning.UseTraining(student, folder, settings)
-    if background:
+    student = load_student(Bundle.open(bundle), options.source, options.target)
+    training = learning.UseTraining(student, folder, options)
+    if options.background:
 
         def wait(reason: str) -> None:
             click.echo(f"waiting: {reason}", err=True)

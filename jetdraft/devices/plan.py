@@ -137,44 +137,27 @@ class Question:
 
     `target` and `drafter` are config files or their folders. For the provider "cpu"
     only a bound is known; others are the GPU's. Raises `OptionError`, `DeviceError`.
+
+    device: A device's name; jetdraft doctor --devices lists them.
+    drafter: The drafter's config.json, or the folder with it.
+    quantization: The recipe of the weights; int4-headnone keeps the head in halves.
+        Default: the types of a GGUF file, or else int4.
+    context: Tokens of prompt and output that the buffers hold.
+    acceptance: Assumed probability that the first drafted token is right; the default
+        is a guess.
+    power_mode: A power mode of the device; default: the first, without Super.
+    provider: What will run the target. Methods are predicted for the GPU only.
     """
 
     target: Path
-    device: str = declared(
-        "device", MISSING, "A device's name; jetdraft doctor --devices lists them."
-    )
-    drafter: str | Path | None = declared(
-        "checkpoint",
-        None,
-        "The drafter's config.json, or the folder with it.",
-        kind=str,
-    )
-    quantization: str | None = declared(
-        "quantization",
-        None,
-        "The recipe of the weights; int4-headnone keeps the head in halves. Default: "
-        "the types of a GGUF file, or else int4.",
-        names=("--quantize",),
-    )
-    context: int = declared(
-        "checkpoint", 2048, "Tokens of prompt and output that the buffers hold."
-    )
-    acceptance: float = declared(
-        "drafting",
-        0.6,
-        "Assumed probability that the first drafted token is right; the default is "
-        "a guess.",
-    )
-    power_mode: str | None = declared(
-        "device", None, "A power mode of the device; default: the first, without Super."
-    )
+    device: str = declared("device", MISSING)
+    drafter: str | Path | None = declared("checkpoint", None, kind=str)
+    quantization: str | None = declared("quantization", None, names=("--quantize",))
+    context: int = declared("checkpoint", 2048)
+    acceptance: float = declared("drafting", 0.6)
+    power_mode: str | None = declared("device", None)
     methods: tuple[MethodCost, ...] = ()
-    provider: str = declared(
-        "runtime",
-        CPU,
-        "What will run the target. Methods are predicted for the GPU only.",
-        choices=PROVIDERS,
-    )
+    provider: str = declared("runtime", CPU, choices=PROVIDERS)
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.acceptance < 1.0:

@@ -14,11 +14,12 @@ import numpy as np
 
 from jetdraft.contracts.step_contract import StepContract
 from jetdraft.contracts.tensors import WIDEST
-from jetdraft.errors import ProviderError
+from jetdraft.errors import ProviderError, as_error
 from jetdraft.ort import import_onnx, ort
 
 PLUGIN = "onnxruntime_ep_webgpu"  # The package that holds the plug-in.
 EP_NAME = "WebGpuExecutionProvider"  # onnxruntime's name of the provider.
+_UPGRADE = "pip install --upgrade 'jetdraft[webgpu]'"
 MISSING_MESSAGE = "the WebGPU plug-in is not installed; pip install 'jetdraft[webgpu]'"
 # The first version of the plug-in whose values can be bound without a session.
 OLDEST_PLUGIN = (0, 4)
@@ -54,7 +55,7 @@ def find_adapter() -> Adapter:
     version = str(device.ep_metadata.get("version", "0"))
     if tuple(map(int, version.split(".")[:2])) < OLDEST_PLUGIN:
         fact = f"the WebGPU plug-in {version} is too old"
-        raise ProviderError(f"{fact}; pip install --upgrade 'jetdraft[webgpu]'")
+        raise ProviderError(f"{fact}; {_UPGRADE}")
     software = _is_software(device)
     unknown = VulkanDevice(str(device.device.vendor), 0, software)
     driver = next((one for one in drivers if one.software == software), unknown)
@@ -72,13 +73,10 @@ def _load_plugin() -> None:
         raise ProviderError(MISSING_MESSAGE) from error
     os.environ.setdefault(_SOFTWARE_VARIABLE, "1")
     ort.set_default_logger_severity(_ERRORS_ONLY)  # it warns of that variable
-    try:
+    fact = f"onnxruntime {ort.__version__} cannot load the WebGPU plug-in"
+    # onnxruntime's exceptions have no common base.
+    with as_error(ProviderError, Exception, fact, _UPGRADE):
         ort.register_execution_provider_library("webgpu", plugin.get_library_path())
-    except Exception as error:  # onnxruntime's exceptions have no common base
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        fact = f"onnxruntime {ort.__version__} cannot load the WebGPU plug-in "
-        fact += f"({reason}); pip install --upgrade 'jetdraft[webgpu]'"
-        raise ProviderError(fact) from error
 
 
 def add_adapter(options: Any, provider_options: dict[str, str]) -> None:

@@ -1,12 +1,16 @@
 """The options of an export."""
 
 from dataclasses import dataclass
+from functools import partial
+from operator import le
 from pathlib import Path
+from typing import Annotated
 
 from jetdraft.bundle import CONTRIB, DRAFTER, FLAVOURS, TARGET, is_adapter_name
 from jetdraft.contracts.tensors import CAPACITY, MAX_WIDTH, MIN_SELECTED
 from jetdraft.devices.providers import Provider, provider_named
 from jetdraft.errors import OptionError, printable
+from jetdraft.options import Range, between, check_fields
 from jetdraft.quant.choice import Limit
 from jetdraft.recipe import KERNELS, Recipe
 
@@ -37,29 +41,28 @@ class ExportOptions:
     recipe: Recipe | None = Recipe()
     drafter_recipe: Recipe | None = None
     dtype: str | None = None
-    capacity: int = CAPACITY
+    capacity: Annotated[int, between(16, 1 << 20)] = CAPACITY
     max_width: int = MAX_WIDTH
     provider: str = "cpu"
     flavour: str | None = None
     kernel: str | None = None
-    adapter_scale: float = 1.0
+    adapter_scale: Annotated[float, between(0, 1)] = 1.0
     drafter_provider: str | None = None
     calibration: Path | None = None
     limit: Limit | None = None
     fast: bool = False
-    draft_vocab: int | None = None
+    draft_vocab: Annotated[int | None, Range(partial(le, 1), "1 or more")] = None
     select_kv: int | None = None
     adapters: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.dtype not in (None, *DTYPES):
-            raise OptionError(f"unknown dtype {self.dtype!r}; choose fp32 or fp16")
-        if self.flavour not in (None, *FLAVOURS):
-            fact = f"unknown flavour {self.flavour!r}"
-            raise OptionError(f"{fact}; choose {', '.join(FLAVOURS)}")
-        if self.kernel not in (None, *KERNELS):
-            fact = f"unknown kernel {self.kernel!r}"
-            raise OptionError(f"{fact}; choose {' or '.join(KERNELS)}")
+        check_fields(self)
+        known = {"dtype": [*DTYPES], "flavour": FLAVOURS, "kernel": KERNELS}
+        for name, choices in known.items():
+            value = getattr(self, name)
+            if value not in (None, *choices):
+                fact = f"unknown {name} {value!r}"
+                raise OptionError(f"{fact}; choose {' or '.join(choices)}")
         for name in (TARGET, DRAFTER):
             self._check_graph(name)
         if self.kernel == KERNELS[0] != self.kernel_of(TARGET):
@@ -67,9 +70,6 @@ class ExportOptions:
                 "the kernel jetdraft runs on the CPU in fp32, in the contrib flavour; "
                 "leave it out, or choose --provider cpu and --dtype fp32"
             )
-        if not 16 <= self.capacity <= 1 << 20:
-            fact = f"capacity {self.capacity} is out of range"
-            raise OptionError(f"{fact}; choose 16 to 1048576")
         if not 2 <= self.max_width <= self.capacity:
             fact = f"max width {self.max_width} is out of range"
             raise OptionError(f"{fact}; choose 2 to the capacity")
@@ -81,14 +81,8 @@ class ExportOptions:
             )
         if self.limit is not None:
             self.recipe_of(TARGET).raise_units(["0"])  # refuses if it has no more bits
-        if self.draft_vocab is not None and self.draft_vocab < 1:
-            fact = f"a draft vocabulary of {self.draft_vocab} tokens drafts nothing"
-            raise OptionError(f"{fact}; give 1 or more")
         if self.calibration is not None and not self.calibration.is_file():
             raise OptionError(f"no file at {self.calibration}; give a text")
-        if not 0.0 <= self.adapter_scale <= 1.0:
-            fact = f"adapter scale {self.adapter_scale} is out of range"
-            raise OptionError(f"{fact}; give 0 to 1")
 
     def _check_graph(self, name: str) -> None:
         provider, recipe = self.provider_of(name), self.recipe_of(name)

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
-import onnx
 import onnx_ir as ir
 import torch
 from torch import Tensor
@@ -274,50 +274,39 @@ _PAGE, _LARGE = 4096, 1 << 16  # Large tensors begin at a page, to be mapped alo
 
 def share_weights(file: Path, other: Path) -> None:
     """Let the graph `file` read equal tensors from the weights file of `other`."""
-    model = onnx.load(file, load_external_data=False)
-    found = _external_tensors(onnx.load(other, load_external_data=False))
-    theirs = {_tensor_digest(other.parent, tensor): tensor for tensor in found}
-    tensors = _external_tensors(model)
+    model = ir.load(file)
+    theirs = {_digest(t): t for t in _stored_tensors(ir.load(other)).values()}
+    tensors = _stored_tensors(model)
     if not tensors:
         return
-    weights = file.parent / _stored_place(tensors[0])["location"]
+    weights = Path(next(iter(tensors.values())).path)
     kept = weights.with_suffix(".kept")
     with kept.open("wb") as written:
-        for tensor in tensors:
-            twin = theirs.get(_tensor_digest(file.parent, tensor))
+        for name, tensor in tensors.items():
+            twin = theirs.get(_digest(tensor))
             if twin is not None:
-                _set_stored_place(tensor, _stored_place(twin))
-                continue
-            place = _stored_place(tensor)
-            step = _PAGE if int(place["length"]) >= _LARGE else 64
-            written.write(bytes(-written.tell() % step))
-            moved = {**place, "offset": str(written.tell())}
-            written.write(_read_bytes(file.parent, place))
-            _set_stored_place(tensor, moved)
+                place = twin.location, twin.offset, twin.length
+            else:
+                step = _PAGE if tensor.nbytes >= _LARGE else 64
+                written.write(bytes(-written.tell() % step))
+                place = tensor.location, written.tell(), tensor.length
+                tensor.tofile(written)
+            moved = ir.ExternalTensor(
+                *place, tensor.dtype, shape=tensor.shape, name=name
+            )
+            model.graph.initializers[name].const_value = moved
     kept.replace(weights)
-    onnx.save(model, file)
+    ir.save(model, file)
 
 
-def _external_tensors(model: onnx.ModelProto) -> list[onnx.TensorProto]:
-    return [t for t in model.graph.initializer if t.external_data]
+def _stored_tensors(model: ir.Model) -> dict[str, ir.ExternalTensor]:
+    """The constants of a graph that are in a weights file, by their names."""
+    values = ((n, v.const_value) for n, v in model.graph.initializers.items())
+    return {n: value for n, value in values if isinstance(value, ir.ExternalTensor)}
 
 
-def _stored_place(tensor: onnx.TensorProto) -> dict[str, str]:
-    return {entry.key: entry.value for entry in tensor.external_data}
-
-
-def _set_stored_place(tensor: onnx.TensorProto, place: dict[str, str]) -> None:
-    del tensor.external_data[:]
-    for key in ("location", "offset", "length"):
-        tensor.external_data.add(key=key, value=place[key])
-
-
-def _tensor_digest(folder: Path, tensor: onnx.TensorProto) -> tuple[object, ...]:
-    digest = hashlib.sha256(_read_bytes(folder, _stored_place(tensor)))
-    return tensor.data_type, tuple(tensor.dims), digest.digest()
-
-
-def _read_bytes(folder: Path, place: dict[str, str]) -> bytes:
-    with (folder / place["location"]).open("rb") as weights:
-        weights.seek(int(place["offset"]))
-        return weights.read(int(place["length"]))
+def _digest(tensor: ir.ExternalTensor) -> tuple[object, ...]:
+    digest = hashlib.sha256()
+    # `tobytes` would keep an array of the whole tensor.
+    tensor.tofile(SimpleNamespace(write=digest.update))
+    return tensor.dtype, tuple(tensor.shape), digest.digest()

@@ -29,66 +29,68 @@ from jetdraft.recipe import (
 
 # The block size of a drafter's recipe that names none.
 _DRAFTER_BLOCK_SIZE = 32
-
-
-# Fields in each section of help.
-_checkpoint, _quantization, _drafting, _device, _runtime = (
-    partial(declared, group)
-    for group in ("checkpoint", "quantization", "drafting", "device", "runtime")
-)
+# Fields in two sections of help.
+_checkpoint = partial(declared, "checkpoint")
+_quantization = partial(declared, "quantization")
 
 
 @dataclass(frozen=True)
 class ExportRequest:
-    """An export; a field with a text of help is an option of `jetdraft export` too."""
+    """An export; a field with a text of help is an option of `jetdraft export` too.
+
+    drafter: A small checkpoint with the same tokenizer.
+    head: A head that reads the target's states, or a drafter that fills blocks, in
+        place of a drafter: the folder or hub id of EAGLE-1, 2 or 3 (speculators' too),
+        Medusa, Hydra, DFlash, a diffusion or block drafter, Kangaroo, GliDe, Chimera or
+        Falcon; default: the MTP module in the target's own folder, if there is one;
+        none: leave it out.
+    adapter_scale: How far streams of the shared mode move the target from its base, 0
+        to 1.
+    adapters: LoRA in a folder of peft, which texts can ask for by its name; give the
+        option again for each further adapter.
+    capacity: The most tokens of a prompt and its text together.
+    max_width: The most rows of a pass.
+    dtype: Type of the activations; default: fp32 on the CPU, fp16 elsewhere.
+    flavour: contrib: onnxruntime's own operators; standard: only ai.onnx operators.
+        Default: standard for TensorRT, contrib elsewhere.
+    kernel: Whose operators multiply matrices and attend on the CPU: jetdraft's hold
+        llama.cpp's types, and need its library; onnxruntime's need none, and a GGUF
+        file loses minima there. Default: jetdraft.
+    quantize_drafter: A recipe for the drafter; default: the fastest for the pair, which
+        is measured, or none with --quantize none.
+    calibration: A text like the texts to come, for all that is measured; default: the
+        target writes one.
+    max_bytes: Give the most sensitive layers of the target more bits, up to this size
+        of its matrices in bytes.
+    max_kl: Give layers more bits until the mean KL divergence from the full target is
+        below this, in nats per token.
+    draft_vocab: Let the drafter or head choose among this many tokens only, the most
+        frequent in --calibration or in what the target writes; its LM head gets as many
+        rows, and the text stays the same.
+    select_kv: Add a graph that can read this many of the KV rows only, which each layer
+        selects for each pass: for long contexts, as a drafter of itself (--method
+        select, lossless), or as the target (--drafting select-kv=true --no-exact,
+        lossy).
+    device: Refuse a bundle that does not fit this device, and take its recipe, which
+        measures; jetdraft doctor --devices lists the names.
+    provider: What will run the target; auto: the fastest provider on this machine.
+    drafter_provider: What will run the drafter; default: the target's provider.
+    """
 
     target: str | Path
     output: str | Path
-    drafter: str | Path | None = _checkpoint(
-        None, "A small checkpoint with the same tokenizer.", kind=str
-    )
+    drafter: str | Path | None = _checkpoint(None, kind=str)
     _: KW_ONLY
-    head: str | Path | None = _checkpoint(
-        None,
-        "A head that reads the target's states, or a drafter that fills blocks, in "
-        "place of a drafter: the folder or hub id of EAGLE-1, 2 or 3 (speculators' "
-        "too), Medusa, Hydra, DFlash, a diffusion or block drafter, Kangaroo, "
-        "GliDe, Chimera or Falcon; default: the MTP module in the target's own folder, "
-        "if there is one; none: leave it out.",
-        kind=str,
-    )
-    adapter_scale: float = _checkpoint(
-        1.0, "How far streams of the shared mode move the target from its base, 0 to 1."
-    )
+    head: str | Path | None = _checkpoint(None, kind=str)
+    adapter_scale: float = _checkpoint(1.0)
     adapters: tuple[str, ...] = _checkpoint(
-        (),
-        "LoRA in a folder of peft, which texts can ask for by its name; give the "
-        "option again for each further adapter.",
-        names=("--adapter",),
-        metavar="NAME=FOLDER",
+        (), names=("--adapter",), metavar="NAME=FOLDER"
     )
-    capacity: int = _checkpoint(
-        CAPACITY, "The most tokens of a prompt and its text together."
-    )
-    max_width: int = _checkpoint(MAX_WIDTH, "The most rows of a pass.")
-    dtype: str | None = _checkpoint(
-        None,
-        "Type of the activations; default: fp32 on the CPU, fp16 elsewhere.",
-        choices=("fp32", "fp16"),
-    )
-    flavour: str | None = _checkpoint(
-        None,
-        "contrib: onnxruntime's own operators; standard: only ai.onnx operators. "
-        "Default: standard for TensorRT, contrib elsewhere.",
-        choices=FLAVOURS,
-    )
-    kernel: str | None = _checkpoint(
-        None,
-        "Whose operators multiply matrices and attend on the CPU: jetdraft's hold "
-        "llama.cpp's types, and need its library; onnxruntime's need none, and a GGUF "
-        "file loses minima there. Default: jetdraft.",
-        choices=KERNELS,
-    )
+    capacity: int = _checkpoint(CAPACITY)
+    max_width: int = _checkpoint(MAX_WIDTH)
+    dtype: str | None = _checkpoint(None, choices=("fp32", "fp16"))
+    flavour: str | None = _checkpoint(None, choices=FLAVOURS)
+    kernel: str | None = _checkpoint(None, choices=KERNELS)
     quantize: str | None = _quantization(
         None,
         f"A recipe of weights: {', '.join(SCHEMES)}, followed by overrides, for "
@@ -102,16 +104,8 @@ class ExportRequest:
         f"{DEFAULT_BLOCK_SIZE}.",
         choices=BLOCK_SIZES,
     )
-    quantize_drafter: str | None = _quantization(
-        None,
-        "A recipe for the drafter; default: the fastest for the pair, which is "
-        "measured, or none with --quantize none.",
-    )
-    calibration: str | Path | None = _quantization(
-        None,
-        "A text like the texts to come, for all that is measured; default: the "
-        "target writes one.",
-    )
+    quantize_drafter: str | None = _quantization(None)
+    calibration: str | Path | None = _quantization(None)
     fast: bool = _quantization(
         False,
         f"Measure nothing and take {FAST_DEFAULTS[KERNELS[0]]}, which suits large "
@@ -119,44 +113,13 @@ class ExportRequest:
         "eight bits for the drafter, with --device too; options that need a "
         "measure are refused.",
     )
-    max_bytes: int | None = _quantization(
-        None,
-        "Give the most sensitive layers of the target more bits, up to this size "
-        "of its matrices in bytes.",
-    )
-    max_kl: float | None = _quantization(
-        None,
-        "Give layers more bits until the mean KL divergence from the full target "
-        "is below this, in nats per token.",
-    )
-    draft_vocab: int | None = _drafting(
-        None,
-        "Let the drafter or head choose among this many tokens only, the most "
-        "frequent in --calibration or in what the target writes; its LM head gets "
-        "as many rows, and the text stays the same.",
-    )
-    select_kv: int | None = _drafting(
-        None,
-        "Add a graph that can read this many of the KV rows only, which each layer "
-        "selects for each pass: for long contexts, as a drafter of itself "
-        "(--method select, lossless), or as the target (--drafting select-kv=true "
-        "--no-exact, lossy).",
-    )
-    device: str | None = _device(
-        None,
-        "Refuse a bundle that does not fit this device, and take its recipe, which "
-        "measures; jetdraft doctor --devices lists the names.",
-    )
-    provider: str = _runtime(
-        "cpu",
-        "What will run the target; auto: the fastest provider on this machine.",
-        choices=(*PROVIDERS, AUTO),
-    )
-    drafter_provider: str | None = _runtime(
-        None,
-        "What will run the drafter; default: the target's provider.",
-        choices=tuple(PROVIDERS),
-    )
+    max_bytes: int | None = _quantization(None)
+    max_kl: float | None = _quantization(None)
+    draft_vocab: int | None = declared("drafting", None)
+    select_kv: int | None = declared("drafting", None)
+    device: str | None = declared("device", None)
+    provider: str = declared("runtime", "cpu", choices=(*PROVIDERS, AUTO))
+    drafter_provider: str | None = declared("runtime", None, choices=tuple(PROVIDERS))
     progress: Callable[[str, int, int], None] | None = None
 
     @property

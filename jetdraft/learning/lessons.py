@@ -26,7 +26,7 @@ import numpy.typing as npt
 
 from jetdraft.bundle import DRAFTER, Bundle
 from jetdraft.contracts.tensors import Float32s, Int64s
-from jetdraft.errors import JetdraftError, StoreError, printable
+from jetdraft.errors import JetdraftError, StoreError, as_error, printable
 from jetdraft.files import check_name, locked, read_arrays, write_text
 from jetdraft.learning.store_file import DAMAGE, StoreFile, check_user, entry_times
 from jetdraft.manifest import sha256_of
@@ -84,12 +84,10 @@ class Lessons:
 
     def __init__(self, folder: Path, tokenizer: str, vocab_size: int) -> None:
         self._vocab_size = vocab_size
-        try:
+        fact = f"cannot make the folder {printable(folder)}"
+        with as_error(StoreError, OSError, fact, "choose another"):
             check_name(folder)
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        except OSError as error:
-            fact = f"cannot make the folder {printable(folder)} ({error.strerror})"
-            raise StoreError(f"{fact}; choose another") from error
         self._file = StoreFile(folder / LESSONS_FILE, tokenizer, _TABLES)
         self._file.open()
 
@@ -131,13 +129,10 @@ class Lessons:
     @contextmanager
     def _connect(self) -> Iterator[sqlite3.Connection]:
         """Yield a connection; damage in the block raises `StoreError`."""
-        try:
-            with self._file.connect() as database:
-                yield database
-        except DAMAGE as error:
-            fact = f"cannot read {self._file.path} ({error})"
-            fix = "clear it with jetdraft store clear"
-            raise StoreError(f"{fact}; {fix}") from error
+        fact = f"cannot read {self._file.path}"
+        fix = "clear it with jetdraft store clear"
+        with as_error(StoreError, DAMAGE, fact, fix), self._file.connect() as database:
+            yield database
 
     def clear(self, user: str = "") -> int:
         """Delete a user's lessons; returns their number. Raises `StoreError`."""

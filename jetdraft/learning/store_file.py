@@ -11,7 +11,7 @@ from functools import partial
 from glob import escape
 from pathlib import Path
 
-from jetdraft.errors import StoreError, printable
+from jetdraft.errors import StoreError, as_error, printable
 from jetdraft.files import check_name
 
 DAMAGE = (sqlite3.Error, UnicodeDecodeError)  # What a damaged file raises.
@@ -89,7 +89,8 @@ class StoreFile:
 
         Raises `StoreError`.
         """
-        try:
+        fact = f"cannot clear {self.path}"
+        with as_error(StoreError, (*DAMAGE, OSError), fact, "try again"):
             with self.connect() as database:
                 deletion = f"delete from {table} where user = ?"
                 count = database.execute(deletion, (user,)).rowcount
@@ -97,9 +98,6 @@ class StoreFile:
                 names = f"{escape(self.path.name)}{_DAMAGED_SUFFIX}{numbers}"
                 for file in self.path.parent.glob(names):
                     file.unlink(missing_ok=True)
-        except (*DAMAGE, OSError) as error:
-            fact = f"cannot clear {self.path} ({error})"
-            raise StoreError(f"{fact}; try again") from error
         return count
 
     def _check_tokenizer(self, database: sqlite3.Connection) -> None:
@@ -128,15 +126,13 @@ def check_user(user: str) -> str:
 
 def _create_or_check_owner(path: Path) -> None:
     """Create an empty file that its owner alone can read, or check that it is ours."""
-    try:
+    fact = f"cannot write the store {printable(path)}"
+    with as_error(StoreError, OSError, fact, "choose another file"):
         check_name(path)
         if not path.exists():
             os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
         if not path.is_file() or not _is_ours(path):
             raise StoreError(f"{path} is not a store of responses; choose another file")
-    except OSError as error:
-        fact = f"cannot write the store {printable(path)} ({error.strerror})"
-        raise StoreError(f"{fact}; choose another file") from error
 
 
 def _is_ours(path: Path) -> bool:

@@ -6,7 +6,7 @@ import platform
 import sys
 from pathlib import Path
 
-from jetdraft.errors import ProviderError
+from jetdraft.errors import ProviderError, as_error
 
 DOMAIN = "jetdraft"
 MULTIPLY, GATHER, EXPERTS = "MatMulPacked", "GatherPacked", "MatMulExperts"
@@ -23,13 +23,11 @@ LIBRARY = next(filter(Path.exists, _FILES), _FILES[0])
 @functools.cache
 def isa() -> str:
     """The instructions that products use here, like "avx2"; raises `ProviderError`."""
-    try:
+    fact = "jetdraft's library of operators does not load"
+    fix = "install jetdraft again on this machine, or export with --kernel onnxruntime"
+    with as_error(ProviderError, (OSError, AttributeError), fact, fix):
         library = ctypes.CDLL(str(LIBRARY))
         library.jetdraft_isa.restype = ctypes.c_char_p
-    except (OSError, AttributeError) as error:
-        fact = f"jetdraft's library of operators does not load ({error}); install "
-        fact += "jetdraft again on this machine, or export with --kernel onnxruntime"
-        raise ProviderError(fact) from error
     name: bytes | None = library.jetdraft_isa()
     if name is None:
         fact = "this processor lacks the instructions that JETDRAFT_ISA names"

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Unpack
 
-from jetdraft.errors import JetdraftError, OptionError, reason_of
+from jetdraft.errors import JetdraftError, OptionError, as_error
 from jetdraft.files import write_text
 from jetdraft.parsing import read_json_file
 from jetdraft.runtime.model import Model
@@ -145,11 +145,9 @@ class Conversation:
 
     def load(self, file: str | Path) -> None:
         """Replace the messages by those in a file of `save`; raises `OptionError`."""
-        try:
+        fact, fix = f"{file} is not a saved conversation", "give a file of `save`"
+        with as_error(OptionError, (OSError, ValueError), fact, fix, "file"):
             messages = read_json_file(Path(file), most_bytes=1 << 26, exact=True)
-        except (OSError, ValueError) as error:
-            fact = f"{file} is not a saved conversation ({reason_of(error)})"
-            raise OptionError(f"{fact}; give a file of `save`", "file") from error
         self.messages = check_messages(messages)
 
     def _fit_messages(
@@ -185,10 +183,9 @@ class Conversation:
 
 
 def _tool_message(call: ToolCall, text: object) -> Message:
-    try:
+    fact = f"the result of {call.name!r} is not JSON"
+    causes = TypeError, ValueError, RecursionError
+    with as_error(OptionError, causes, fact, "give a text", "results"):
         if not isinstance(text, str):
             text = json.dumps(text, ensure_ascii=False)
-    except (TypeError, ValueError, RecursionError) as error:
-        fact = f"the result of {call.name!r} is not JSON ({error}); give a text"
-        raise OptionError(fact, "results") from error
     return {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": text}

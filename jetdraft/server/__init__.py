@@ -1,39 +1,41 @@
 """An HTTP server for `jetdraft serve`, its limits and refusals."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from jetdraft.errors import JetdraftError, LengthError, printable
-from jetdraft.options import check_bounds, declared
+from jetdraft.options import check_fields, declared
 
-
-def _most(default: float, what: str, **bound: float) -> Any:
-    return declared("limits", default, f"The most {what}.", **bound or {"least": 1})
+_limit = partial(declared, "limits")
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of requests, and of sound files in memory; raises `OptionError`."""
+    """Limits of requests, and of sound files in memory; raises `OptionError`.
+
+    max_new_tokens: The most tokens of a text.
+    max_body_bytes: The most bytes of a request's body.
+    max_sound_bytes: The most bytes of a request with a sound or images.
+    max_waiting: The most requests that may wait for a model.
+    max_wait: The most seconds that a request may wait.
+    max_seconds: The most seconds that a text may take.
+    prefix_bytes: The most bytes of the files in --prefixes.
+    """
 
     max_new_tokens: int = declared(
-        "ending",
-        1024,
-        "The most tokens of a text.",
-        names=("-n", "--max-new-tokens"),
-        least=1,
+        "ending", 1024, names=("-n", "--max-new-tokens"), least=1
     )
-    max_body_bytes: int = _most(1_000_000, "bytes of a request's body")
-    max_sound_bytes: int = _most(
-        25_000_000, "bytes of a request with a sound or images"
-    )
-    max_waiting: int = _most(64, "requests that may wait for a model", least=0)
-    max_wait: float = _most(120.0, "seconds that a request may wait", above=0)
-    max_seconds: float = _most(300.0, "seconds that a text may take", above=0)
-    prefix_bytes: int = _most(1_000_000_000, "bytes of the files in --prefixes")
+    max_body_bytes: int = _limit(1_000_000, least=1)
+    max_sound_bytes: int = _limit(25_000_000, least=1)
+    max_waiting: int = _limit(64, least=0)
+    max_wait: float = _limit(120.0, above=0)
+    max_seconds: float = _limit(300.0, above=0)
+    prefix_bytes: int = _limit(1_000_000_000, least=1)
     max_sounds: int = 8
 
     def __post_init__(self) -> None:
-        check_bounds(self)
+        check_fields(self)
 
 
 ERRORS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}

@@ -17,7 +17,7 @@ from typing import Any
 import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from jetdraft.errors import OptionError, printable, reason_of
+from jetdraft.errors import OptionError, as_error, printable
 from jetdraft.server.app import Service
 from jetdraft.server.connection import Connection, ConnectionLimiter
 from jetdraft.server.reply import STATUS_KEY
@@ -180,14 +180,13 @@ def open_listener(host: str, port: int) -> Iterator[socket.socket]:
     """Open a listening TCP socket, closed after the block; raises `OptionError`."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as listener:
-        try:
+        causes = OSError, UnicodeError, TypeError  # no host has the name
+        fact = f"cannot listen on {host} port {port}"
+        with as_error(OptionError, causes, fact, "choose another --port or --host"):
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind((host, port))
             # Only `listen` refuses a port that another server listens on.
             listener.listen(128)
-        except (OSError, UnicodeError, TypeError) as error:  # no host has the name
-            fact = f"cannot listen on {host} port {port} ({reason_of(error)})"
-            raise OptionError(f"{fact}; choose another --port or --host") from error
         yield listener
 
 
@@ -204,7 +203,8 @@ def open_unix_listener(path: Path) -> Iterator[socket.socket]:
     It is removed after the block. Raises `OptionError` if it cannot be made there.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
-        try:
+        fact, fix = f"cannot listen on {path}", "choose another --uds"
+        with as_error(OptionError, (OSError, ValueError), fact, fix, "uds"):
             _remove_stale_socket(path)
             mask = os.umask(0o177)  # never open to others, not even for a moment
             try:
@@ -213,9 +213,6 @@ def open_unix_listener(path: Path) -> Iterator[socket.socket]:
                 os.umask(mask)
             own = os.lstat(path)
             listener.listen(128)
-        except (OSError, ValueError) as error:
-            fact = f"cannot listen on {path} ({reason_of(error)})"
-            raise OptionError(f"{fact}; choose another --uds", "uds") from error
         try:
             yield listener
         finally:

@@ -21,7 +21,7 @@ import numpy as np
 from starlette.types import Receive
 
 from jetdraft.contracts.tensors import Int64s
-from jetdraft.errors import JetdraftError, OutputError, StoreError
+from jetdraft.errors import JetdraftError, OutputError, StoreError, as_error
 from jetdraft.files import read_arrays
 from jetdraft.runtime.measured.stats import Stats
 from jetdraft.runtime.model import Model
@@ -313,11 +313,9 @@ class PrefixFolder:
         self._all, self._own, self._most_bytes = folder, folder / name, most_bytes
         self._prompts: deque[Int64s] = deque(maxlen=REMEMBERED_PROMPTS)
         self._lock, self._unlike = Lock(), count()
-        try:
+        fact, fix = f"cannot make {self._own}", "choose another --prefixes"
+        with as_error(OutputError, (OSError, ValueError), fact, fix):
             self._own.mkdir(0o700, parents=True, exist_ok=True)
-        except (OSError, ValueError) as error:
-            fact = f"cannot make {self._own} ({error}); choose another --prefixes"
-            raise OutputError(fact) from error
         files = self._own.glob("prefix-*.npz")
         self._saved = {file: _read_tokens(file) for file in files}
 

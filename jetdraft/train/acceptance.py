@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from jetdraft.contracts.tensors import Float32s, Int64s
-from jetdraft.errors import DataError, OptionError, OutputError
+from jetdraft.errors import DataError, OptionError, OutputError, as_error
 from jetdraft.files import replacing
 from jetdraft.runtime.model import Model
 from jetdraft.runtime.passes.answer import Answer
@@ -139,10 +139,8 @@ def fit_head(
 
 def save_head(head: AcceptanceHead, file: Path, bundle: str) -> None:
     """Write a head; the file appears whole. Raises `OutputError`."""
-    try:
+    fact = f"cannot write {file}"
+    with as_error(OutputError, OSError, fact, "copy the bundle to a writable folder"):
         file.parent.mkdir(exist_ok=True)
         with replacing(file) as partial:
             head.save(partial, bundle)
-    except OSError as error:
-        fact = f"cannot write {file} ({error.strerror})"
-        raise OutputError(f"{fact}; copy the bundle to a writable folder") from error

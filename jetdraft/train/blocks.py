@@ -23,19 +23,19 @@ VALIDATED_BLOCKS = 16  # Blocks of a sequence that a validation fills.
 
 @dataclass(frozen=True)
 class BlockSettings(DrafterSettings):
-    """Settings of all drafters that fill blocks."""
+    """Settings of all drafters that fill blocks.
 
-    layers: int | None = setting(
-        None, "Layers of a new drafter.", (1, 100), unset="what its kind advises"
-    )
-    block_rows: int = setting(8, "Rows of a block that is filled in one pass.", (2, 64))
-    anchors: int = setting(16, "Blocks that are learned in each sequence.", (1, 10**4))
-    known_share: float = setting(
-        0.25,
-        "Share of the blocks whose first tokens are known, as in the second step of a "
-        "draft.",
-        (0.0, 1.0),
-    )
+    layers: Layers of a new drafter.
+    block_rows: Rows of a block that is filled in one pass.
+    anchors: Blocks that are learned in each sequence.
+    known_share: Share of the blocks whose first tokens are known, as in the second step
+        of a draft.
+    """
+
+    layers: int | None = setting(None, allowed=(1, 100), unset="what its kind advises")
+    block_rows: int = setting(8, allowed=(2, 64))
+    anchors: int = setting(16, allowed=(1, 10**4))
+    known_share: float = setting(0.25, allowed=(0.0, 1.0))
     loss: str = setting(
         FORWARD_KL,
         f"What a guess is compared with: {FORWARD_KL}, the target, or {TEXT}.",

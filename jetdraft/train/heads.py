@@ -98,16 +98,14 @@ DECAY = 0.8
 
 @dataclass(frozen=True)
 class HeadSettings(task.DrafterSettings):
-    """Settings of heads that are unrolled over the steps of a draft."""
+    """Settings of heads that are unrolled over the steps of a draft.
 
-    unrolled: int = setting(
-        7, "Steps of a draft that are trained: the tokens it has.", (1, 32)
-    )
-    cache: Path | None = setting(
-        None,
-        "Keep the target's states in this folder.",
-        unset="compute them in each step",
-    )
+    unrolled: Steps of a draft that are trained: the tokens it has.
+    cache: Keep the target's states in this folder.
+    """
+
+    unrolled: int = setting(7, allowed=(1, 32))
+    cache: Path | None = setting(None, unset="compute them in each step")
 
 
 def unroll(

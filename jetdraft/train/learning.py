@@ -19,6 +19,7 @@ from torch import Tensor
 from jetdraft import errors
 from jetdraft.checkpoints.layers import add_lora, merge_lora
 from jetdraft.devices.detection import module_rails
+from jetdraft.errors import as_error
 from jetdraft.export.drafters import Arrays
 from jetdraft.files import check_writable
 from jetdraft.learning import lessons as kept
@@ -26,7 +27,6 @@ from jetdraft.learning.lessons import Choice, Lesson, Lessons, WeightSets
 from jetdraft.manifest import sha256_of
 from jetdraft.options import Checked, setting
 from jetdraft.train.students import Missed, Student, join_missed
-from jetdraft.train.task import SEED_HELP
 from jetdraft.train.training import ReportStage
 
 ADAPTER = "use"  # The name of the LoRA.
@@ -85,16 +85,34 @@ class Pace:
 
 @dataclass(frozen=True)
 class UseOptions(Checked):
-    """Options of a training on the lessons of use."""
+    """Options of a training on the lessons of use.
 
-    steps: int = setting(200, "Steps of training.", (1, 10**9))
-    batch_size: int = setting(8, "Texts per step.", (1, 10**6))
-    learning_rate: float = setting(
-        2e-3, "Learning rate of the first step; it falls to zero.", (0.0, 1.0)
-    )
-    lora_rank: int = setting(16, "Rank of the LoRA adapters.", (1, 1024))
-    least: int = setting(64, "Fewest wrong places to learn from.", (1, 10**9))
-    seed: int = setting(0, SEED_HELP, group="sampling", show_default=True)
+    source: The drafter's checkpoint in floats; default: where the export read it.
+    target: The target's checkpoint, whose states a head reads; default: where the
+        export read it.
+    steps: Steps of training.
+    batch_size: Texts per step.
+    learning_rate: Learning rate of the first step; it falls to zero.
+    lora_rank: Rank of the LoRA adapters.
+    least: Fewest wrong places to learn from.
+    seconds: The most seconds of training, without waiting; default: no limit.
+    watts: Wait while the module draws more; a Jetson tells.
+    background: At idle priority, and again whenever there is enough to learn from,
+        until the seconds are spent.
+    seed: Seed of the random numbers; the same seed gives the same training.
+    """
+
+    source: str = setting("", names=("--from",), metavar="CHECKPOINT")
+    target: str = setting("", metavar="CHECKPOINT")
+    steps: int = setting(200, allowed=(1, 10**9))
+    batch_size: int = setting(8, allowed=(1, 10**6))
+    learning_rate: float = setting(2e-3, allowed=(0.0, 1.0))
+    lora_rank: int = setting(16, allowed=(1, 1024))
+    least: int = setting(64, allowed=(1, 10**9))
+    seconds: float | None = setting(None, above=0)
+    watts: float | None = setting(None, above=0)
+    background: bool = setting(False)
+    seed: int = setting(0, group="sampling", show_default=True)
 
 
 @dataclass(frozen=True)
@@ -299,11 +317,9 @@ def publish(
         judged = judged_name(now)
         return now if name == judged else replace(now, name=name, before=judged)
 
-    try:
+    fact, fix = f"cannot write {sets.folder}", "free some space"
+    with as_error(errors.OutputError, (OSError, SafetensorError), fact, fix):
         sets.change(written)
-    except (OSError, SafetensorError) as error:
-        fact = f"cannot write {sets.folder} ({error})"
-        raise errors.OutputError(f"{fact}; free some space") from error
     return name
 
 
@@ -318,11 +334,9 @@ def judged_weights(sets: WeightSets) -> dict[str, Tensor]:
     if name == kept.OWN:
         return {}
     file = sets.folder / name / TRAINED
-    try:
+    fact, fix = f"{file} is damaged", "clear the folder with jetdraft store clear"
+    with as_error(errors.StoreError, (OSError, SafetensorError), fact, fix):
         return load_file(file)
-    except (OSError, SafetensorError) as error:
-        fact, fix = f"{file} is damaged ({error})", "jetdraft store clear"
-        raise errors.StoreError(f"{fact}; clear the folder with {fix}") from error
 
 
 def _write_set(folder: Path, arrays: Arrays, trained: Mapping[str, Tensor]) -> str:

@@ -22,13 +22,12 @@ VALIDATED_PLACES = 64  # Per validation sequence, evenly spread.
 
 @dataclass(frozen=True)
 class InsertionSettings(Checked):
-    """Settings of prompt tokens that are inserted into texts."""
+    """Settings of prompt tokens that are inserted into texts.
 
-    insertions: int = setting(
-        32,
-        "Random places of a sequence where a step inserts what is trained.",
-        (1, 4096),
-    )
+    insertions: Random places of a sequence where a step inserts what is trained.
+    """
+
+    insertions: int = setting(32, allowed=(1, 4096))
     regenerate: bool = setting(False, task.REGENERATE)
 
 

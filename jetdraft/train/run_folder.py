@@ -3,8 +3,8 @@
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from jetdraft.checkpoints.folder import weights_sha256
 from jetdraft.checkpoints.streams import SETTINGS, UNFINISHED, WEIGHTS
-from jetdraft.errors import OutputError
+from jetdraft.errors import OutputError, as_error
 from jetdraft.files import check_writable, replacing
 
 STATE_FILE = "training.pt"  # The file with the state to resume from.
@@ -73,11 +73,10 @@ class RunFolder:
                 fact = f"{self.path} has {self.learned} but no state to resume from"
                 raise OutputError(f"{fact}; choose another folder")
             return None
-        try:
+        fix = "train again into another folder"
+        causes = OSError, RuntimeError, ValueError, EOFError, UnpicklingError
+        with as_error(OutputError, causes, f"{file} is damaged", fix):
             state: dict[str, Any] = torch.load(file, "cpu", weights_only=True)
-        except (OSError, RuntimeError, ValueError, EOFError, UnpicklingError) as error:
-            fix = "train again into another folder"
-            raise OutputError(f"{file} is damaged; {fix}") from error
         old = state["run"]
         changed = [] if old["data"] == run["data"] else ["data"]
         for part in ("settings", "options"):
@@ -131,13 +130,11 @@ class RunFolder:
         with self._convert_errors(), replacing(self.path / name) as partial:
             write(partial)
 
-    @contextmanager
-    def _convert_errors(self) -> Iterator[None]:
-        try:
-            yield
-        except (OSError, RuntimeError, SafetensorError) as error:
-            fix = "free some space or choose another folder"
-            raise OutputError(f"cannot write {self.path} ({error}); {fix}") from error
+    def _convert_errors(self) -> AbstractContextManager[None]:
+        causes = OSError, RuntimeError, SafetensorError
+        fact = f"cannot write {self.path}"
+        fix = "free some space or choose another folder"
+        return as_error(OutputError, causes, fact, fix)
 
 
 def _link_or_copy(source: str, copy: str) -> str:

@@ -15,7 +15,7 @@ from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.heads.head_reader import load_head
 from jetdraft.checkpoints.layers import decoder_layers
 from jetdraft.checkpoints.parameters import store_weights_in
-from jetdraft.errors import CheckpointError
+from jetdraft.errors import CheckpointError, as_error
 from jetdraft.export import drafters
 from jetdraft.export.draft_vocab import cut_head
 from jetdraft.learning.lessons import Lesson
@@ -173,11 +173,9 @@ class ModelStudent(Student):
         return drafters.drafter_arrays(self.bundle, self._load_with(weights), text)
 
     def _checkpoint(self) -> Checkpoint:
-        try:
+        fact = "cannot read the drafter's checkpoint"
+        with as_error(CheckpointError, CheckpointError, fact, "name it with --from"):
             checkpoint = Checkpoint.load(self.source, self.dtype)
-        except CheckpointError as error:
-            fact = f"cannot read the drafter's checkpoint ({error})"
-            raise CheckpointError(f"{fact}; name it with --from") from error
         return checkpoint.fit_to_target(self.bundle.target.contract.vocab_size)
 
     def _load_with(self, weights: Mapping[str, Tensor]) -> Checkpoint:
@@ -192,13 +190,9 @@ class HeadStudent(Student):
 
     def __init__(self, bundle: Bundle, source: str, target: str) -> None:
         super().__init__(bundle, source)
-        try:
+        fact = "cannot read the checkpoint of the target, whose states the head reads"
+        with as_error(CheckpointError, CheckpointError, fact, "name it with --target"):
             self._target, _ = load_target(target)
-        except CheckpointError as error:
-            raise CheckpointError(
-                f"cannot read the target's checkpoint ({error}), whose states the head "
-                "reads; name it with --target"
-            ) from error
         self.load({})
 
     def load(self, weights: Mapping[str, Tensor]) -> Any:
@@ -236,11 +230,9 @@ class HeadStudent(Student):
 
     def _load_head(self, target: Checkpoint, dtype: torch.dtype) -> Eagle:
         """Load the head, cut to the bundle's tokens; raises `CheckpointError`."""
-        try:
+        fact = "cannot read the head"
+        with as_error(CheckpointError, CheckpointError, fact, "name it with --from"):
             head = load_head(self.source, target, dtype)
-        except CheckpointError as error:
-            fact = f"cannot read the head ({error})"
-            raise CheckpointError(f"{fact}; name it with --from") from error
         if not isinstance(head, Eagle):
             fact = f"{self.source} is not a head of EAGLE or MTP"
             raise CheckpointError(f"{fact}; give the head that was exported")

@@ -22,31 +22,31 @@ from jetdraft.train.run_folder import RunFolder
 from jetdraft.train.teacher import load_target
 from jetdraft.train.written_texts import continuations
 
-SEED_HELP = "Seed of the random numbers; the same seed gives the same training."
-
 
 @dataclass(frozen=True)
 class TrainingOptions(Checked):
-    """How long and how fast to train; `steps` None is `Task.advised_steps`."""
+    """How long and how fast to train; `steps` None is `Task.advised_steps`.
+
+    steps: Steps of training.
+    batch_size: Sequences per step.
+    sequence_length: Tokens per sequence.
+    learning_rate: Learning rate of the first step; it falls to zero.
+    validation_share: Share of the sequences held out for validation.
+    validate_every: Steps between validations; each saves what was learned.
+    seed: Seed of the random numbers; the same seed gives the same training.
+    """
 
     steps: int | None = setting(
         200,
-        "Steps of training.",
-        (1, 10**9),
+        allowed=(1, 10**9),
         unset="what the drafter's size asks for, at most 50 readings",
     )
-    batch_size: int = setting(8, "Sequences per step.", (1, 10**6))
-    sequence_length: int = setting(256, "Tokens per sequence.", (2, 10**6))
-    learning_rate: float = setting(
-        5e-4, "Learning rate of the first step; it falls to zero.", (0.0, 1.0)
-    )
-    validation_share: float = setting(
-        0.05, "Share of the sequences held out for validation.", (0.0, 0.5)
-    )
-    validate_every: int = setting(
-        50, "Steps between validations; each saves what was learned.", (1, 10**9)
-    )
-    seed: int = setting(0, SEED_HELP, group="sampling", show_default=True)
+    batch_size: int = setting(8, allowed=(1, 10**6))
+    sequence_length: int = setting(256, allowed=(2, 10**6))
+    learning_rate: float = setting(5e-4, allowed=(0.0, 1.0))
+    validation_share: float = setting(0.05, allowed=(0.0, 0.5))
+    validate_every: int = setting(50, allowed=(1, 10**9))
+    seed: int = setting(0, group="sampling", show_default=True)
 
 
 class Run:

@@ -2,8 +2,8 @@
 
 import hashlib
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.gguf import is_gguf
 from jetdraft.checkpoints.parameters import store_weights_in
 from jetdraft.checkpoints.streams import SHARED
-from jetdraft.errors import CheckpointError, DataError, OutputError
+from jetdraft.errors import CheckpointError, DataError, OutputError, as_error
 from jetdraft.files import check_writable, is_free, write_text
 from jetdraft.train.data import IGNORED, Batch
 from jetdraft.train.machine import precision
@@ -182,7 +182,8 @@ class TensorCache:
         self._pending: dict[str, Tensor] = {}
         self._places: dict[str, Path] = {}
         note = folder / OWNER_FILE
-        try:
+        fact = f"cannot write {folder}"
+        with as_error(OutputError, OSError, fact, "choose another folder"):
             folder.mkdir(parents=True, exist_ok=True)
             if note.exists() and note.read_text(encoding="utf-8") != owner:
                 raise OutputError(
@@ -192,9 +193,6 @@ class TensorCache:
                 )
             # Whole at once, since other processes of the training read it now.
             write_text(note, owner)
-        except OSError as error:
-            fact = f"cannot write {folder} ({error.strerror})"
-            raise OutputError(f"{fact}; choose another folder") from error
         for file in sorted(folder.glob("states-*.safetensors")):
             with _convert_errors(file), safe_open(file, "pt") as opened:
                 self._places |= dict.fromkeys(opened.keys(), file)
@@ -228,19 +226,14 @@ class TensorCache:
         # Beyond the last, since a shard before it may have been deleted.
         name = f"{mine}{max(numbers, default=-1) + 1:08}.safetensors"
         file, partial = self.folder / name, self.folder / f".{name}.partial"
-        try:
+        fact, fix = f"cannot write {file}", "free some space or choose another folder"
+        with as_error(OutputError, (OSError, SafetensorError), fact, fix):
             save_file(self._pending, partial)
             partial.rename(file)
-        except (OSError, SafetensorError) as error:
-            fix = "free some space or choose another folder"
-            raise OutputError(f"cannot write {file} ({error}); {fix}") from error
         self._places |= dict.fromkeys(self._pending, file)
         self._pending = {}
 
 
-@contextmanager
-def _convert_errors(file: Path) -> Iterator[None]:
-    try:
-        yield
-    except (OSError, SafetensorError) as error:
-        raise DataError(f"{file} is damaged ({error}); delete it") from error
+def _convert_errors(file: Path) -> AbstractContextManager[None]:
+    causes = OSError, SafetensorError
+    return as_error(DataError, causes, f"{file} is damaged", "delete it")

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from jetdraft.errors import DataError, TrainingError
+from jetdraft.errors import DataError, TrainingError, as_error
 from jetdraft.files import write_text
 from jetdraft.train.data import Example
 
@@ -196,10 +196,9 @@ class WrittenTexts:
                     "share the output folder"
                 )
             time.sleep(LOOK_SECONDS)
-        try:
+        fact = f"{file} is damaged"
+        with as_error(DataError, (OSError, ValueError), fact, "delete it"):
             texts: list[list[int]] = json.loads(file.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise DataError(f"{file} is damaged ({error}); delete it") from error
         return texts
 
     def _write_batches(

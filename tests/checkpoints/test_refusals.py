@@ -7,11 +7,10 @@ import transformers
 from transformers import Gemma3nTextConfig, Gemma4TextConfig, GraniteMoeHybridConfig
 
 from jetdraft.checkpoints.checkpoint import Checkpoint
-from jetdraft.checkpoints.folder import first_line
 from jetdraft.checkpoints.heads.head_files import HeadFiles
 from jetdraft.checkpoints.model_reader import check_exportable
 from jetdraft.checkpoints.refusals import check_kinds, check_unread
-from jetdraft.errors import CheckpointError, UnsupportedModelError
+from jetdraft.errors import CheckpointError, UnsupportedModelError, reason_of
 from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.recipe import Recipe
 from tests import cases
@@ -196,4 +195,4 @@ def test_an_index_that_is_none(folder, load, text):
     ("", "ValueError"),
 )
 def test_of_a_long_line_the_first_sentence_is_left(message: str, line: str) -> None:
-    assert first_line(ValueError(message)) == line
+    assert reason_of(ValueError(message)) == line

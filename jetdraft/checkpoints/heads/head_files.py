@@ -22,7 +22,7 @@ from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.folder import check_file_types, check_shards
 from jetdraft.checkpoints.heads.head_layers import HeadConfig
 from jetdraft.checkpoints.layers import D2T, MAX_PADDING, T2D, ids_from_d2t
-from jetdraft.errors import CheckpointError, printable
+from jetdraft.errors import CheckpointError, as_error, printable
 from jetdraft.parsing import read_json_file
 
 # The last is Medusa's and Hydra's; other files of torch belong to a training.
@@ -68,13 +68,10 @@ class HeadFiles:
     def read(cls, source: str) -> "HeadFiles":
         """Read a folder or a hub id, without code; raises `CheckpointError`."""
         folder = _find_folder(source)
-        try:
+        fact = f"{source} has no readable config.json"
+        fix = "give the folder of a published head"
+        with as_error(CheckpointError, (OSError, ValueError), fact, fix):
             config = read_json_file(folder / "config.json")
-        except (OSError, ValueError) as error:
-            raise CheckpointError(
-                f"{source} has no readable config.json ({error}); give the folder of a "
-                "published head"
-            ) from error
         if not isinstance(config, dict):
             fact = f"the config.json of {source} is no object"
             raise CheckpointError(f"{fact}; fetch it again")

@@ -17,7 +17,7 @@ from transformers.models.llama.modeling_llama import (
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from jetdraft.checkpoints.layers import decoder_layers
-from jetdraft.errors import UnsupportedModelError
+from jetdraft.errors import UnsupportedModelError, as_error
 
 _PARAMETERS = inspect.signature(LlamaDecoderLayer.forward).parameters
 CACHE = "cache" if "cache" in _PARAMETERS else "past_key_values"
@@ -174,7 +174,10 @@ def make_target_layers(model: Any, count: int) -> HeadLayers:
     config = copy.deepcopy(model.config.get_text_config(decoder=True))
     layer_class = type(decoder_layers(model)[-1])
     rotary = getattr(model.get_decoder(), "rotary_emb", None)
-    try:
+    # An unknown architecture may raise anything.
+    fact = f"no MTP layer can be made of {layer_class.__name__}"
+    fix = "export without the head (--head none)"
+    with as_error(UnsupportedModelError, Exception, fact, fix):
         config.num_hidden_layers = count
         if hasattr(config, "layer_types"):
             kinds = getattr(config, "mtp_layer_types", None)
@@ -185,11 +188,6 @@ def make_target_layers(model: Any, count: int) -> HeadLayers:
             kinds = getattr(config, "mtp_mlp_layer_types", None)
             config.mlp_layer_types = list(kinds or ["sparse"] * count)
         layers = [layer_class(config, index) for index in range(count)]
-    except Exception as error:  # an unknown architecture may raise anything
-        raise UnsupportedModelError(
-            f"no MTP layer can be made of {layer_class.__name__} ({error}); export "
-            "without the head (--head none)"
-        ) from error
     if rotary is None:
         raise UnsupportedModelError(
             f"{type(model).__name__} has no rotary embedding, so its MTP layer cannot "

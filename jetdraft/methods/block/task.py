@@ -31,12 +31,13 @@ LAYERS = 2  # Layers of a new drafter's decoder: the paper's is as shallow.
 
 @dataclass(frozen=True)
 class SourceBlockSettings(BlockSettings):
-    glancing: float = setting(
-        0.5,
-        "Share of its wrong guesses that a drafter is shown at first (GLAT); it falls "
-        "to 0.",
-        (0.0, 1.0),
-    )
+    """Settings of a drafter for an encoder-decoder.
+
+    glancing: Share of its wrong guesses that a drafter is shown at first (GLAT); it
+        falls to 0.
+    """
+
+    glancing: float = setting(0.5, allowed=(0.0, 1.0))
 
 
 @dataclass(frozen=True)

@@ -22,14 +22,12 @@ MAX_LAYERS, FEWEST_TAPS = 5, 3
 
 @dataclass(frozen=True)
 class DFlashSettings(BlockSettings):
-    """Settings of a DFlash head, whose first row of a block is the last token."""
+    """Settings of a DFlash head, whose first row of a block is the last token.
 
-    taps: tuple[int, ...] = setting(
-        (),
-        "Layers whose outputs the head reads, for example 1,9,17.",
-        metavar="LAYERS",
-        unset="spread evenly",
-    )
+    taps: Layers whose outputs the head reads, for example 1,9,17.
+    """
+
+    taps: tuple[int, ...] = setting((), metavar="LAYERS", unset="spread evenly")
 
 
 class DFlashTask(BlockTask):

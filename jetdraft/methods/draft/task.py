@@ -40,57 +40,41 @@ LOSSES = (*DIVERGENCES, TEXT)
 
 @dataclass(frozen=True)
 class ModelSettings(task.DrafterSettings):
+    """Settings of a drafter that is a model of its own.
+
+    layers: Layers of a new drafter.
+    hidden_size: Width of a new drafter.
+    start: Start from this checkpoint, which has the target's tokenizer.
+    from_layers: Start from these layers of the target in this order, for example
+        0,5,11, with its embedding, final norm and LM head.
+    beta: Weight of the target in the loss js.
+    on_policy_share: Share of each batch that the drafter completes itself.
+    draft_vocab: Tokens that the drafter can draft, the most frequent in the data.
+    cache: Keep what the target says of each text in this folder.
+    cache_tokens: Most likely tokens that the cache keeps of each place.
+    """
+
     layers: int | None = setting(
-        None,
-        "Layers of a new drafter.",
-        (1, 1000),
-        unset="as many as cost 5 % of a pass",
+        None, allowed=(1, 1000), unset="as many as cost 5 % of a pass"
     )
     hidden_size: int | None = setting(
-        None, "Width of a new drafter.", (8, 10**6), unset="what costs 5 % of a pass"
+        None, allowed=(8, 10**6), unset="what costs 5 % of a pass"
     )
-    start: str | None = setting(
-        None,
-        "Start from this checkpoint, which has the target's tokenizer.",
-        names=("--from",),
-        metavar="CHECKPOINT",
-    )
-    from_layers: tuple[int, ...] = setting(
-        (),
-        "Start from these layers of the target in this order, for example 0,5,11, with "
-        "its embedding, final norm and LM head.",
-        metavar="LAYERS",
-    )
+    start: str | None = setting(None, names=("--from",), metavar="CHECKPOINT")
+    from_layers: tuple[int, ...] = setting((), metavar="LAYERS")
     loss: str = setting(
         asked.FORWARD_KL,
         f"How the drafter is compared with the target: {', '.join(LOSSES)}; text is "
         "the cross entropy without a target.",
         choices=LOSSES,
     )
-    beta: float | None = setting(
-        None, "Weight of the target in the loss js.", (0.01, 0.99), unset=f"{BETA}"
-    )
-    on_policy_share: float = setting(
-        0.0,
-        "Share of each batch that the drafter completes itself.",
-        (0.0, 1.0),
-        unset="0",
-    )
+    beta: float | None = setting(None, allowed=(0.01, 0.99), unset=f"{BETA}")
+    on_policy_share: float = setting(0.0, allowed=(0.0, 1.0), unset="0")
     draft_vocab: int | None = setting(
-        None,
-        "Tokens that the drafter can draft, the most frequent in the data.",
-        (1, 10**7),
-        group="drafting",
-        unset="all",
+        None, allowed=(1, 10**7), group="drafting", unset="all"
     )
-    cache: Path | None = setting(
-        None,
-        "Keep what the target says of each text in this folder.",
-        unset="compute it in each step",
-    )
-    cache_tokens: int = setting(
-        64, "Most likely tokens that the cache keeps of each place.", (1, 10**6)
-    )
+    cache: Path | None = setting(None, unset="compute it in each step")
+    cache_tokens: int = setting(64, allowed=(1, 10**6))
 
     def __post_init__(self) -> None:
         super().__post_init__()

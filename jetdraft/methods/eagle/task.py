@@ -31,25 +31,21 @@ CROSS_ENTROPY, NOISE_WIDTH = 0.1, 0.2
 
 @dataclass(frozen=True)
 class EagleSettings(heads.HeadSettings):
-    """Settings of a head; EAGLE-1 learns one step, and validates more."""
+    """Settings of a head; EAGLE-1 learns one step, and validates more.
+
+    draft_vocabulary: Tokens that EAGLE-3 can draft, the most frequent in the data.
+    taps: Layers whose inputs EAGLE-3 reads, for example 2,12,21.
+    inner: Width inside an EAGLE head's MLP.
+    """
 
     kind: str = setting(EAGLE3, f"The kind of head: {', '.join(KINDS)}.", choices=KINDS)
     draft_vocabulary: int = setting(
-        32000,
-        "Tokens that EAGLE-3 can draft, the most frequent in the data.",
-        (1, 10**7),
-        names=("--draft-vocab",),
-        group="drafting",
+        32000, allowed=(1, 10**7), names=("--draft-vocab",), group="drafting"
     )
     taps: tuple[int, ...] = setting(
-        (),
-        "Layers whose inputs EAGLE-3 reads, for example 2,12,21.",
-        metavar="LAYERS",
-        unset="2, the middle and the last but two",
+        (), metavar="LAYERS", unset="2, the middle and the last but two"
     )
-    inner: int = setting(
-        0, "Width inside an EAGLE head's MLP.", (0, 10**6), unset="the target's"
-    )
+    inner: int = setting(0, allowed=(0, 10**6), unset="the target's")
 
 
 class EagleTask(heads.HeadTask):

@@ -1,14 +1,15 @@
 """Drafting with the target's lower layers and an adapter (Kangaroo, 2404.18911)."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 from jetdraft.devices.providers import HALVES, check_on_cpu
-from jetdraft.options import check_ranges
 from jetdraft.runtime.drafters.draft_cache import DraftCache, LedCache
 from jetdraft.runtime.loaded import LoadedBundle
 from jetdraft.runtime.passes.answer import Target
 from jetdraft.runtime.proposers import drafter_methods
+from jetdraft.runtime.proposers.drafter_methods import PROBABILITY
 from jetdraft.runtime.proposers.method import TreeOptions
 from jetdraft.runtime.proposers.model_proposer import THRESHOLDS, DraftStop, confidence
 from jetdraft.runtime.proposers.proposer import Proposer
@@ -18,11 +19,7 @@ from jetdraft.runtime.proposers.proposer import Proposer
 class ExitOptions(TreeOptions):
     """The shape of drafts; chains end after a probability below `confidence`."""
 
-    confidence: float = THRESHOLDS["confidence"]
-
-    def refusals(self) -> Iterator[str]:
-        yield from super().refusals()
-        check_ranges(self, {"confidence": drafter_methods.PROBABILITY})
+    confidence: Annotated[float, PROBABILITY] = THRESHOLDS["confidence"]
 
 
 def _make_proposer(

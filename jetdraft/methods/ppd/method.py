@@ -3,11 +3,12 @@
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Annotated
 
 from jetdraft.contracts.step_contract import StepContract
 from jetdraft.contracts.tensors import WIDEST
 from jetdraft.methods.ppd.sparse_trees import SparsePlan, best_plan
-from jetdraft.options import check_ranges, range_between
+from jetdraft.options import between
 from jetdraft.runtime.drafts.rows import Kind, Rows, Tokens
 from jetdraft.runtime.loaded import LoadedBundle
 from jetdraft.runtime.measured.cost_model import PassMs, RoundCosts
@@ -21,10 +22,6 @@ from jetdraft.runtime.sampling.chooser import Chooser
 from jetdraft.runtime.trees.shapes import RANK_RATES, Static, draw_siblings
 
 NAME = "ppd"
-_RANGES = {
-    "rows": range_between(1, WIDEST - 1, optional=True),
-    "slots": range_between(2, 1024, optional=True),
-}
 
 
 @dataclass(frozen=True)
@@ -34,13 +31,12 @@ class PromptOptions(TreeOptions):
     The tree "auto" is the paper's sparse tree; None lets the pass times decide.
     """
 
-    rows: int | None = None
-    slots: int | None = None
+    rows: Annotated[int | None, between(1, WIDEST - 1)] = None
+    slots: Annotated[int | None, between(2, 1024)] = None
 
     def refusals(self) -> Iterator[str]:
         yield from super().refusals()
-        check_ranges(self, _RANGES)
-        for key in _RANGES:
+        for key in ("rows", "slots"):
             if getattr(self, key) is not None and self.tree != AUTO:
                 yield f"{key} is for sparse trees only; leave tree={self.tree} out"
 

@@ -9,16 +9,14 @@ from jetdraft.train.prompts import InsertionSettings, PromptTask
 
 @dataclass(frozen=True)
 class PpdSettings(InsertionSettings):
-    gamma: int = setting(
-        PromptSettings.gamma,
-        "Prompt tokens behind a row; each guesses one token further.",
-        names=("--prompt-tokens",),
-    )
-    members: int = setting(
-        PromptSettings.members,
-        "Embeddings of each prompt token, whose guesses are averaged.",
-        names=("--ensemble",),
-    )
+    """Settings of prompt tokens.
+
+    gamma: Prompt tokens behind a row; each guesses one token further.
+    members: Embeddings of each prompt token, whose guesses are averaged.
+    """
+
+    gamma: int = setting(PromptSettings.gamma, names=("--prompt-tokens",))
+    members: int = setting(PromptSettings.members, names=("--ensemble",))
 
 
 class PpdTask(PromptTask):

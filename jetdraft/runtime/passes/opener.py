@@ -41,59 +41,35 @@ from jetdraft.runtime.passes.session import (
 OFF = "off"  # The value of `drafter_provider` that leaves the drafter out.
 
 
-_runtime, _drafting = (partial(Flag, group) for group in ("runtime", "drafting"))
-
-
 class LoadOptions(TypedDict, total=False):
-    """Where and how a bundle runs: the keyword arguments of `jetdraft.load`."""
+    """Where and how a bundle runs: the keyword arguments of `jetdraft.load`.
 
-    threads: Annotated[
-        int | None,
-        _runtime(
-            "Threads of the target; default: all cores.", names=("-t", "--threads")
-        ),
-    ]
+    threads: Threads of the target; default: all cores.
+    drafter_provider: What runs the drafter: a provider, or off for no drafter; default:
+        the provider of the export, or --provider.
+    streams: A streams.npz of the same base; default: the streams in the bundle.
+    adapter: The adapter of the export that changes the target; default: no adapter.
+    store: Keep requests and responses in this file, and draft from them; default: keep
+        nothing.
+    learn: Keep what the target said where drafts were wrong in this folder, and take
+        the drafter's weights that jetdraft train use learns of it; default: keep
+        nothing.
+    """
+
+    threads: Annotated[int | None, Flag("runtime", names=("-t", "--threads"))]
     provider: Annotated[
         str | None,
-        _runtime(
+        Flag(
+            "runtime",
             f"What runs the target: {', '.join(PROVIDERS)} or auto; default: the "
-            "provider of the export."
+            "provider of the export.",
         ),
     ]
-    drafter_provider: Annotated[
-        str | None,
-        _runtime(
-            "What runs the drafter: a provider, or off for no drafter; default: the "
-            "provider of the export, or --provider."
-        ),
-    ]
-    streams: Annotated[
-        str | Path | None,
-        _runtime("A streams.npz of the same base; default: the streams in the bundle."),
-    ]
-    adapter: Annotated[
-        str | None,
-        _runtime(
-            "The adapter of the export that changes the target; default: no adapter.",
-            metavar="NAME",
-        ),
-    ]
-    store: Annotated[
-        str | Path | None,
-        _drafting(
-            "Keep requests and responses in this file, and draft from them; default: "
-            "keep nothing."
-        ),
-    ]
-    learn: Annotated[
-        str | Path | None,
-        _drafting(
-            "Keep what the target said where drafts were wrong in this folder, and "
-            "take the drafter's weights that jetdraft train use learns of it; "
-            "default: keep nothing.",
-            metavar="DIR",
-        ),
-    ]
+    drafter_provider: Annotated[str | None, Flag("runtime")]
+    streams: Annotated[str | Path | None, Flag("runtime")]
+    adapter: Annotated[str | None, Flag("runtime", metavar="NAME")]
+    store: Annotated[str | Path | None, Flag("drafting")]
+    learn: Annotated[str | Path | None, Flag("drafting", metavar="DIR")]
 
 
 def check_load_options(options: LoadOptions) -> None:

@@ -3,17 +3,16 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Annotated, Any
 
 from jetdraft.contracts.tensors import WIDEST
 from jetdraft.errors import DraftingError, OptionError
-from jetdraft.options import check_flags, check_ranges, range_between
+from jetdraft.options import between, check_fields
 from jetdraft.runtime.planning.registry import AUTO, NONE, methods
 from jetdraft.runtime.proposers.method import WALK, MethodOptions, unknown_key_error
 from jetdraft.runtime.sampling.verifiers import VERIFIERS, Verifier
 
 MAX_DRAFT_TOKENS = WIDEST - 1  # The widest decoding pass without the root.
-_RANGES = {"num_draft_tokens": range_between(1, MAX_DRAFT_TOKENS, optional=True)}
 
 
 @dataclass(frozen=True)
@@ -31,7 +30,7 @@ class Drafting:
     """
 
     method: str = AUTO
-    num_draft_tokens: int | None = None
+    num_draft_tokens: Annotated[int | None, between(1, MAX_DRAFT_TOKENS)] = None
     exact: bool = True
     prediction: str = ""
     settings: Mapping[str, object] | MethodOptions = field(default_factory=dict)
@@ -46,8 +45,7 @@ class Drafting:
         if not isinstance(self.prediction, str):
             problem = f"prediction {self.prediction!r} is not a text; give a text"
             raise OptionError(problem, "prediction")
-        check_ranges(self, _RANGES)
-        check_flags(self, "exact")
+        check_fields(self)
         if self.select_kv and self.exact:
             fact = "select_kv reads a part of the KV rows, so the text may differ from "
             fact += "plain decoding; add --no-exact (exact=False)"

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from jetdraft.contracts.tensors import CANDIDATES
 from jetdraft.errors import OptionError
-from jetdraft.options import Flag, check_ranges, range_between
+from jetdraft.options import Flag, between, check_fields
 from jetdraft.runtime.measured.stats import Stats
 from jetdraft.runtime.passes.pictures import PictureInput, read_pictures
 from jetdraft.runtime.planning.drafting import Drafting
@@ -29,99 +29,71 @@ def _method_help() -> str:
     return f"{', '.join((AUTO, NONE, *methods()))}; or a comma list to pick from."
 
 
-_ending, _drafting, _sampling, _constraint = (
-    partial(Flag, group) for group in ("ending", "drafting", "sampling", "constraint")
+_ending, _drafting, _sampling = (
+    partial(Flag, group) for group in ("ending", "drafting", "sampling")
 )
 _file = partial(Flag, "constraint", metavar="FILE", kind=Path)
-_LIMIT = _ending("The most tokens of a text.", ("-n", "--max-new-tokens"), least=1)
-_STOP = _ending("End before this text; may be given several times.", metavar="TEXT")
-_THOUGHT = _ending("End the thought of a chat model after this many tokens.", least=0)
-_LENGTH = _drafting(
-    "Draft this many tokens a round, at most this many with several methods; default: "
-    "adaptive."
-)
-_SETTING = _drafting(
-    "Set an option of the method, for example tree=best of draft; may be given several "
-    "times. An unknown KEY lists the keys of the method.",
-    metavar="KEY=VALUE",
-    kind=str,
-    multiple=True,
-)
-_EXACT = _drafting("Use only pass widths whose rows agree bit by bit.")
-_SCHEMA = _file("Write JSON that follows the JSON schema in this file.")
-_REGEX = _constraint("Write a text that matches this expression.")
-_GRAMMAR = _file(
-    "Write a text that follows the grammar in this file, in Lark's notation."
-)
 
 
 class GenerateOptions(TypedDict, total=False):
-    """The keyword arguments of `Model.generate`; `Options` explains them."""
+    """The keyword arguments of `Model.generate`; `Options` explains them.
 
-    max_new_tokens: Annotated[int, _LIMIT]
-    stop: Annotated[str | Sequence[str] | None, _STOP]
+    max_new_tokens: The most tokens of a text.
+    stop: End before this text; may be given several times.
+    max_thinking_tokens: End the thought of a chat model after this many tokens.
+    ignore_eos: Continue past end of text.
+    num_draft_tokens: Draft this many tokens a round, at most this many with several
+        methods; default: adaptive.
+    drafting: Set an option of the method, for example tree=best of draft; may be given
+        several times. An unknown KEY lists the keys of the method.
+    exact: Use only pass widths whose rows agree bit by bit.
+    temperature: Temperature of sampling; 0 always takes the most likely token. Default:
+        the checkpoint's own in generate and chat, otherwise 0.
+    top_k: Sample from this many of the most likely tokens; 0 is off.
+    top_p: Sample from the most likely tokens up to this total probability; 1 is off.
+    min_p: Drop tokens below this share of the highest probability; 0 is off.
+    seed: Seed of the random numbers; the same seed gives the same text. Default: random
+        in generate and chat, otherwise 0.
+    repetition_penalty: Divide the logits of earlier tokens by this; 1 is off. Default:
+        the checkpoint's own, or 1.
+    json_schema: Write JSON that follows the JSON schema in this file.
+    regex: Write a text that matches this expression.
+    grammar: Write a text that follows the grammar in this file, in Lark's notation.
+    images: Show the model this image file; may be given several times.
+    """
+
+    max_new_tokens: Annotated[int, _ending(names=("-n", "--max-new-tokens"), least=1)]
+    stop: Annotated[str | Sequence[str] | None, _ending(metavar="TEXT")]
     max_seconds: float | None
-    max_thinking_tokens: Annotated[int | None, _THOUGHT]
-    ignore_eos: Annotated[bool, _ending("Continue past end of text.")]
+    max_thinking_tokens: Annotated[int | None, _ending(least=0)]
+    ignore_eos: Annotated[bool, _ending()]
     method: Annotated[str, _drafting(_method_help)]
-    num_draft_tokens: Annotated[int | None, _LENGTH]
-    drafting: Annotated[Mapping[str, object] | MethodOptions, _SETTING]
-    exact: Annotated[bool, _EXACT]
+    num_draft_tokens: Annotated[int | None, _drafting()]
+    drafting: Annotated[
+        Mapping[str, object] | MethodOptions,
+        _drafting(metavar="KEY=VALUE", kind=str, multiple=True),
+    ]
+    exact: Annotated[bool, _drafting()]
     prediction: str
-    temperature: Annotated[
-        float,
-        _sampling(
-            "Temperature of sampling; 0 always takes the most likely token. Default: "
-            "the checkpoint's own in generate and chat, otherwise 0."
-        ),
-    ]
-    top_k: Annotated[
-        int, _sampling("Sample from this many of the most likely tokens; 0 is off.")
-    ]
-    top_p: Annotated[
-        float,
-        _sampling(
-            "Sample from the most likely tokens up to this total probability; 1 is off."
-        ),
-    ]
-    min_p: Annotated[
-        float,
-        _sampling("Drop tokens below this share of the highest probability; 0 is off."),
-    ]
-    seed: Annotated[
-        int | None,
-        _sampling(
-            "Seed of the random numbers; the same seed gives the same text. Default: "
-            "random in generate and chat, otherwise 0."
-        ),
-    ]
+    temperature: Annotated[float, _sampling()]
+    top_k: Annotated[int, _sampling()]
+    top_p: Annotated[float, _sampling()]
+    min_p: Annotated[float, _sampling()]
+    seed: Annotated[int | None, _sampling()]
     logit_bias: Mapping[int, float] | None
-    repetition_penalty: Annotated[
-        float,
-        _sampling(
-            "Divide the logits of earlier tokens by this; 1 is off. Default: the "
-            "checkpoint's own, or 1."
-        ),
-    ]
+    repetition_penalty: Annotated[float, _sampling()]
     presence_penalty: float
     frequency_penalty: float
-    json_schema: Annotated[str | Mapping[str, Any] | type[Any] | None, _SCHEMA]
-    regex: Annotated[str | None, _REGEX]
-    grammar: Annotated[str | None, _GRAMMAR]
+    json_schema: Annotated[str | Mapping[str, Any] | type[Any] | None, _file()]
+    regex: Annotated[str | None, Flag("constraint")]
+    grammar: Annotated[str | None, _file()]
     logprobs: int | None
     images: Annotated[
         Sequence[PictureInput],
-        _ending(
-            "Show the model this image file; may be given several times.",
-            names=("--image",),
-            metavar="FILE",
-            kind=Path,
-            multiple=True,
-        ),
+        _ending(names=("--image",), metavar="FILE", kind=Path, multiple=True),
     ]
 
 
-_RANGES = {"logprobs": range_between(0, CANDIDATES, optional=True)}
 _DRAFTING_FIELDS = ("method", "num_draft_tokens", "exact", "prediction")
 _CONSTRAINT_FIELDS = ("json_schema", "regex", "grammar")
 
@@ -148,7 +120,7 @@ class Options:
     drafting: Drafting = field(default_factory=Drafting)
     ending: Ending = Ending()
     constraint: Constraint | None = None
-    logprobs: int | None = None
+    logprobs: Annotated[int | None, between(0, CANDIDATES)] = None
     images: tuple[npt.NDArray[np.uint8], ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
@@ -159,7 +131,7 @@ class Options:
                 fact = f"{name} must be a {part.__name__}"
                 fix = "Options.of makes it of the options by name"
                 raise OptionError(f"{fact}; {fix}", name)
-        check_ranges(self, _RANGES)
+        check_fields(self)
         if self.constraint is not None and self.ending.ignore_eos:
             fact = f"a text with a {self.constraint.kind} ends by itself"
             raise OptionError(f"{fact}; leave ignore eos out", "ignore_eos")

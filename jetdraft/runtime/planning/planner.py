@@ -3,6 +3,7 @@
 import time
 from collections import defaultdict, deque
 from collections.abc import Collection, Iterable, MutableMapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import permutations
 from typing import Any
@@ -12,7 +13,7 @@ import numpy as np
 from jetdraft.contracts.step_contract import Reading
 from jetdraft.contracts.tensors import WIDEST, Float32s, Int64s
 from jetdraft.devices.providers import SELECTION, check_on_cpu
-from jetdraft.errors import DraftingError, JetdraftError, OptionError
+from jetdraft.errors import DraftingError, OptionError, as_error
 from jetdraft.learning.lessons import CANDIDATES, MAX_PLACES, MAX_TOKENS, Lesson
 from jetdraft.runtime.drafters.draft_cache import DraftCache
 from jetdraft.runtime.drafts.rows import NO_PROBING, Probing, Rows, Tokens
@@ -181,11 +182,17 @@ class ProposerSet:
         return offer
 
 
+def _failing(name: str) -> AbstractContextManager[None]:
+    """Raise `OptionError` for all errors of a method, maybe of another package."""
+    fact, fix = f"method {name!r} failed", "leave it out"
+    return as_error(OptionError, Exception, fact, fix, "method")
+
+
 def _propose(assignment: Assignment, context: Tokens, size: int) -> Rows:
     """Ask for rows of tokens below `size`; `OptionError` for failures or wrong rows."""
     proposer, root, problem = assignment.proposer, context[-1], ""
     assert proposer is not None
-    try:
+    with _failing(proposer.traits.name):
         rows = proposer.propose(context, assignment.budget, assignment.parents)
         given: object = rows.tokens[:1] if isinstance(rows, Rows) else rows
         if given != [root]:
@@ -194,12 +201,6 @@ def _propose(assignment: Assignment, context: Tokens, size: int) -> Rows:
         elif wrong := [t for t in rows.tokens if not 0 <= t < size]:
             outside = f"token {wrong[0]}, which is outside the vocabulary"
             problem = f"proposes {outside}; ids are 0 to {size - 1}"
-    except JetdraftError:
-        raise
-    except Exception as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
-        problem = f"method {proposer.traits.name!r} failed ({reason}); leave it out"
-        raise OptionError(problem, "method") from error
     if problem:
         raise OptionError(f"method {proposer.traits.name!r} {problem}", "method")
     return rows
@@ -249,21 +250,16 @@ class Planner:
         return self._proposers[key]
 
     def _make_proposer(self, method: Method[Any], options: MethodOptions) -> Proposer:
-        try:
-            if reason := method.lacks(self.parts.bundle):
-                raise OptionError(reason, "method")
-            return method.make(self.parts, options)
-        except OptionError as error:
-            if error.field == "drafting":
-                raise
-            problem = f"the bundle has no method {method.name!r}: {error}"
-            raise OptionError(problem, "method") from error
-        except JetdraftError:
-            raise
-        except Exception as error:  # another package may raise anything
-            reason = " ".join(str(error).split()) or type(error).__name__
-            problem = f"method {method.name!r} failed ({reason}); leave it out"
-            raise OptionError(problem, "method") from error
+        with _failing(method.name):
+            try:
+                if reason := method.lacks(self.parts.bundle):
+                    raise OptionError(reason, "method")
+                return method.make(self.parts, options)
+            except OptionError as error:
+                if error.field == "drafting":
+                    raise
+                problem = f"the bundle has no method {method.name!r}: {error}"
+                raise OptionError(problem, "method") from error
 
     def forget(self) -> None:
         for proposer in self._proposers.values():

@@ -3,13 +3,13 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
 from jetdraft.bundle import Bundle
 from jetdraft.contracts.step_contract import StepContract
 from jetdraft.errors import DraftingError, OptionError
 from jetdraft.manifest import GraphEntry
-from jetdraft.options import Range, check_ranges
+from jetdraft.options import Range
 from jetdraft.runtime.drafters.draft_cache import DraftCache
 from jetdraft.runtime.loaded import LoadedBundle
 from jetdraft.runtime.passes.graph import Graph
@@ -73,13 +73,11 @@ class BlockOptions(TreeOptions):
                 highest probabilities falls below this
     """
 
-    steps: int = 1
-    confidence: float = THRESHOLDS["product"]
+    steps: Annotated[int, Range(lambda n: n in (1, 2), "1 or 2")] = 1
+    confidence: Annotated[float, PROBABILITY] = THRESHOLDS["product"]
 
     def refusals(self) -> Iterator[str]:
         yield from super().refusals()
-        steps = Range(lambda n: n in (1, 2), "1 or 2", integer=True)
-        check_ranges(self, {"steps": steps, "confidence": PROBABILITY})
         if self.steps > 1 and self.branched:
             fact = "a second pass needs the tokens of the first half, and a tree has "
             fact += "several; leave the tree out"

@@ -14,7 +14,7 @@ from typing import Any, Generic, Literal, TypeVar, get_args, get_origin, get_typ
 from jetdraft.bundle import Bundle
 from jetdraft.contracts.tensors import CANDIDATES, WIDEST
 from jetdraft.errors import DraftingError, OptionError
-from jetdraft.options import Range, check_ranges, range_between
+from jetdraft.options import Range, between, check_fields
 from jetdraft.runtime.drafts.rows import Kind
 from jetdraft.runtime.loaded import LoadedBundle
 from jetdraft.runtime.passes.answer import Target
@@ -22,10 +22,7 @@ from jetdraft.runtime.proposers.proposer import Proposer
 from jetdraft.runtime.sampling.verifiers import TOLERANCE, TOP, VERIFIERS, Verifier
 from jetdraft.runtime.trees.shapes import SHAPES, Kary, Shape, Static
 
-_RANGES = {
-    "top": range_between(1, CANDIDATES),
-    "tolerance": Range(lambda gap: gap >= 0.0, "0 or more"),
-}
+_FROM_0 = Range(lambda gap: gap >= 0.0, "0 or more")
 WALK = "walk"  # The verifier that gives the text of plain decoding.
 
 
@@ -48,8 +45,8 @@ class MethodOptions:
     verifier: str = WALK
     user: str = ""
     select_kv: bool = False
-    top: int = TOP
-    tolerance: float = TOLERANCE
+    top: typing.Annotated[int, between(1, CANDIDATES)] = TOP
+    tolerance: typing.Annotated[float, _FROM_0] = TOLERANCE
 
     def __post_init__(self) -> None:
         for key, hint in _field_types(type(self)).items():  # type: ignore[arg-type]
@@ -60,7 +57,7 @@ class MethodOptions:
     def refusals(self) -> Iterator[str]:
         """Yield each contradiction with its fix; the first becomes an `OptionError`."""
         check_choice("verifier", self.verifier, VERIFIERS)
-        check_ranges(self, _RANGES)
+        check_fields(self)
         for name in sorted({name for v in VERIFIERS.values() for name in v.settings}):
             changed = getattr(self, name) != getattr(MethodOptions, name)
             if changed and name not in VERIFIERS[self.verifier].settings:

@@ -9,27 +9,22 @@ Logits beyond the graph's K candidates are fetched only if these are not enough.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Annotated
 
 import numpy as np
 
 from jetdraft.contracts.tensors import Float64s, Int64s
-from jetdraft.options import Range, check_ranges
+from jetdraft.options import Checked, Range
 from jetdraft.runtime.drafts.noise import Distribution, exponentials, exponentials_below
 from jetdraft.runtime.drafts.rows import Rows
 from jetdraft.runtime.passes.answer import Answer
 from jetdraft.runtime.sampling.processors import LogitsProcessor, best_ids
 
-_RANGES = {
-    "temperature": Range(lambda t: 0.0 <= t <= 100.0, "0 (greedy) to 100"),
-    "top_k": Range(lambda k: k >= 0, "0 (off) or more", integer=True),
-    "top_p": Range(lambda p: 0.0 < p <= 1.0, "more than 0, at most 1"),
-    "min_p": Range(lambda p: 0.0 <= p < 1.0, "0 (off) to below 1"),
-    "seed": Range(lambda seed: True, "an integer", integer=True),
-}
+_TEMPERATURES = Range(lambda t: 0.0 <= t <= 100.0, "0 (greedy) to 100")
 
 
 @dataclass(frozen=True)
-class Sampling:
+class Sampling(Checked):
     """How tokens are chosen; temperature 0 is greedy and ignores the other fields.
 
     `top_k` 0, `top_p` 1 and `min_p` 0 switch a filter off. Raises `OptionError` for a
@@ -38,14 +33,14 @@ class Sampling:
         Sampling(temperature=0.8, top_p=0.95, seed=7)
     """
 
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int = 0
+    temperature: Annotated[float, _TEMPERATURES] = 0.0
+    top_k: Annotated[int, Range(lambda k: k >= 0, "0 (off) or more")] = 0
+    top_p: Annotated[float, Range(lambda p: 0 < p <= 1, "more than 0, at most 1")] = 1.0
+    min_p: Annotated[float, Range(lambda p: 0 <= p < 1, "0 (off) to below 1")] = 0.0
+    seed: Annotated[int, Range(lambda seed: True, "an integer")] = 0
 
     def __post_init__(self) -> None:
-        check_ranges(self, _RANGES)
+        super().__post_init__()
         # The noise calculates modulo 2**64, where numpy's integers overflow.
         object.__setattr__(self, "seed", int(self.seed))
 

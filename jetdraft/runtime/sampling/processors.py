@@ -3,14 +3,14 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Protocol, Union
+from typing import Annotated, Protocol, Union
 
 import numpy as np
 import numpy.typing as npt
 
 from jetdraft.contracts.tensors import Float32s, Int64s
 from jetdraft.errors import OptionError
-from jetdraft.options import Range, check_ranges, range_between
+from jetdraft.options import Range, between, check_fields
 from jetdraft.runtime.drafts.rows import Rows
 from jetdraft.runtime.passes.answer import Answer
 
@@ -150,13 +150,7 @@ def sort_best_first(ids: Int64s, values: Float32s) -> tuple[Int64s, Float32s]:
     return ids[order], values[order]
 
 
-_RANGES = {
-    "repetition_penalty": Range(
-        lambda penalty: 0.0 < penalty <= 100.0, "more than 0 (1: off), at most 100"
-    ),
-    "presence_penalty": range_between(-100.0, 100.0),
-    "frequency_penalty": range_between(-100.0, 100.0),
-}
+_DIVISORS = Range(lambda r: 0.0 < r <= 100.0, "more than 0 (1: off), at most 100")
 
 
 @dataclass(frozen=True)
@@ -175,9 +169,9 @@ class Penalties:
     """
 
     logit_bias: Mapping[int, float] | None = None
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
+    repetition_penalty: Annotated[float, _DIVISORS] = 1.0
+    presence_penalty: Annotated[float, between(-100, 100)] = 0.0
+    frequency_penalty: Annotated[float, between(-100, 100)] = 0.0
 
     def __post_init__(self) -> None:
         if not isinstance(self.logit_bias, (Mapping, type(None))):
@@ -190,7 +184,7 @@ class Penalties:
             if not isinstance(bias, (int, float)) or not abs(bias) < 3e38:
                 fact = f"logit bias of {token} is not a number of 32 bits"
                 raise OptionError(f"{fact}; give a number", "logit_bias")
-        check_ranges(self, _RANGES)
+        check_fields(self)
 
     @property
     def biases(self) -> Mapping[int, float]:

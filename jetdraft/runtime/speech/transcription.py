@@ -34,20 +34,17 @@ _SAMPLES_PER_SLOT = round(SLOT_SECONDS * SAMPLE_RATE)
 
 @dataclass(frozen=True)
 class TranscribeOptions:
-    """How to transcribe a sound: in which `language`, None to detect it."""
+    """How to transcribe a sound.
 
-    language: str | None = declared(
-        "prompt",
-        None,
-        'The language that is spoken, for example "de"; default: detect it.',
-    )
-    task: str = declared("prompt", TRANSCRIBE, "transcribe, or translate into English.")
-    timestamps: bool = declared(
-        "prompt",
-        True,
-        "Let the model write timestamps; windows of a long file then end where a "
-        "sentence ends.",
-    )
+    language: The language that is spoken, for example "de"; default: detect it.
+    task: transcribe, or translate into English.
+    timestamps: Let the model write timestamps; windows of a long file then end where a
+        sentence ends.
+    """
+
+    language: str | None = declared("prompt", None)
+    task: str = declared("prompt", TRANSCRIBE)
+    timestamps: bool = declared("prompt", True)
 
     def check(self, speech: Speech) -> None:
         """Raise `OptionError` for a language or a task that the model does not have."""

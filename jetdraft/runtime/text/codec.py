@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, pre_tokenizers
 
 from jetdraft.contracts.step_contract import StepContract
 from jetdraft.contracts.tensors import Int64s
-from jetdraft.errors import BundleError, LengthError, OptionError
+from jetdraft.errors import BundleError, LengthError, OptionError, as_error
 from jetdraft.runtime.text.worker_process import Vocabulary
 
 CHARACTERS_PER_TOKEN = 64  # A longer prompt is not even encoded.
@@ -30,11 +30,10 @@ class TextCodec:
         self._bytes: TokenBytes | None = None
         if file is None:
             return
-        try:
+        # The library raises bare exceptions.
+        fact = f"{file} is not a tokenizer"
+        with as_error(BundleError, Exception, fact, "export the bundle again"):
             self._tokenizer = Tokenizer.from_file(str(file))
-        except Exception as error:  # the library raises bare exceptions
-            fact = f"{file} is not a tokenizer ({error}); export the bundle again"
-            raise BundleError(fact) from error
         # A training script may have left both in the file.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()

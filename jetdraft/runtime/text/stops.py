@@ -5,23 +5,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import compress
 from threading import Event
+from typing import Annotated
 
 from jetdraft.errors import OptionError
-from jetdraft.options import Range, check_flags, check_ranges
+from jetdraft.options import Checked, Range
 from jetdraft.runtime.text.codec import TextCodec, TextStream
 
 # Why a generation ended: values of `finish_reason`.
 STOP, LENGTH = "stop", "length"
 CANCELLED, DEADLINE, INTERRUPTED = "cancelled", "deadline", "interrupted"
-_RANGES = {
-    "max_new_tokens": Range(lambda n: n >= 1, "1 or more", integer=True),
-    "max_thinking_tokens": Range(lambda n: n >= 0, "0 or more", True, optional=True),
-    "max_seconds": Range(lambda s: s > 0, "more than 0", optional=True),
-}
+_FROM_1 = Range(lambda n: n >= 1, "1 or more")
+_FROM_0 = Range(lambda n: n >= 0, "0 or more")
+_ABOVE_0 = Range(lambda s: s > 0, "more than 0")
 
 
 @dataclass(frozen=True)
-class Ending:
+class Ending(Checked):
     """When a text ends; raises `OptionError` for options that cannot be used.
 
     The text ends after `max_new_tokens`, before any of the texts in `stop`, after
@@ -31,15 +30,14 @@ class Ending:
         Ending(max_new_tokens=64, stop=("\\n\\n",))
     """
 
-    max_new_tokens: int = 128
+    max_new_tokens: Annotated[int, _FROM_1] = 128
     stop: str | Sequence[str] | None = None
-    max_seconds: float | None = None
+    max_seconds: Annotated[float | None, _ABOVE_0] = None
     ignore_eos: bool = False
-    max_thinking_tokens: int | None = None
+    max_thinking_tokens: Annotated[int | None, _FROM_0] = None
 
     def __post_init__(self) -> None:
-        check_ranges(self, _RANGES)
-        check_flags(self, "ignore_eos")
+        super().__post_init__()
         listed = isinstance(self.stop, (str, list, tuple, type(None)))
         fact = ""
         if not listed or not all(isinstance(stop, str) for stop in self.stops):

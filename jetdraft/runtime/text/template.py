@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jetdraft.errors import OptionError, printable
+from jetdraft.errors import OptionError, as_error, printable
 from jetdraft.runtime.text.stops import Thinking
 
 Message = dict[str, Any]  # With `role` and `content`, as in transformers.
@@ -44,11 +44,9 @@ class ChatTemplate:
             fact = "the bundle has no chat template; give whole prompts (generate, "
             fact += "/v1/completions), or export a checkpoint with a chat template"
             raise OptionError(fact, "messages")
-        try:
+        causes, fact = (OSError, UnicodeDecodeError), f"{file} cannot be read"
+        with as_error(OptionError, causes, fact, "export the bundle again", "messages"):
             return cls(file.read_text(encoding="utf-8"), tokens)
-        except (OSError, UnicodeDecodeError) as error:
-            fact = f"{file} cannot be read ({error}); export the bundle again"
-            raise OptionError(fact, "messages") from error
 
     def render(self, messages: Sequence[Message], /, **more: Any) -> str:
         """Write the prompt for the assistant's next message; `more` are variables."""
