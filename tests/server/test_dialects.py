@@ -165,9 +165,9 @@ def test_a_call_that_is_cut_says_so(address, model, path):
     begun = re.compile(r'(.|\n)*"arguments":\s*({.+)')
     texts = map(begun.fullmatch, accumulate(whole.texts))
     count, match = next((n, match) for n, match in enumerate(texts, 1) if match)
-    tokens = {"max_tokens": count}, {"max_output_tokens": count}
-    limit = dict(zip(ASKED, (*tokens, {"options": {"num_predict": count}}), strict=True))
-    body = {**body_of(path, ASK, True, tools=[TOOLS[path]]), **limit[path]}
+    limits = {MESSAGES: {"max_tokens": count}, RESPONSES: {"max_output_tokens": count}}
+    limit = limits.get(path, {"options": {"num_predict": count}})
+    body = {**body_of(path, ASK, True, tools=[TOOLS[path]]), **limit}
     events = events_of(post(address, path, body))
     if path == MESSAGES:
         parts = [e["delta"].get("partial_json", "") for e in events if "delta" in e]
