@@ -178,9 +178,13 @@ def test_the_acceptance_of_each_adapter_is_measured(made):
     assert len(shares) > 1, "each target accepts other drafts"
 
 
-def test_a_learned_stop_is_of_one_adapter(made):
+def test_a_learned_stop_is_of_one_adapter(made, tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    lines = (json.dumps({"token_ids": [40 + n, *PROMPT]}) for n in range(40))
+    file.write_text("\n".join(lines))
     how = {"method": "draft", "drafting": {"stopping": "learned"}, **HOW}
-    words = ("train", "acceptance", made.bundle.path, "-t", "1", "-n", "32")
+    words = ("train", "acceptance", made.bundle.path, "-t", "1", "--prompts", file)
+    words += ("--max-new-tokens", "32", "--temperature", "2")
     assert "acceptance-adapter-some.npz" in run(*words, "--adapter", "some").stderr
     with jetdraft.load(made.bundle.path, threads=1, adapter="some") as model:
         plain = model.generate(method="none", **HOW).token_ids
