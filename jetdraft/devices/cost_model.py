@@ -421,17 +421,17 @@ class LoadedDecoder:
     @property
     def weight_bytes(self) -> float:
         """Bytes per weight of the layers, on average."""
-        plain = self._bytes_per_weight(replace(self.recipe, head=None, raised=()))
+        plain = self.bytes_per_weight(replace(self.recipe, head=None, raised=()))
         raised = self.recipe.raised
         if not raised:
             return plain
-        more = self._bytes_per_weight(self.recipe.of_unit(str(raised[0])))
+        more = self.bytes_per_weight(self.recipe.of_unit(str(raised[0])))
         return plain + len(raised) / self.sizes.layers * (more - plain)
 
     @property
     def head_bytes(self) -> float:
         """Bytes per weight of the LM head, and of the embedding beside it."""
-        return self._bytes_per_weight(self.recipe.of_unit(HEAD))
+        return self.bytes_per_weight(self.recipe.of_unit(HEAD))
 
     @property
     def kv_bytes(self) -> float:
@@ -482,7 +482,7 @@ class LoadedDecoder:
         rate = mode.fp16_tflops * efficiency.compute[capability]
         return 2 * (self.sizes.row_weights + self.sizes.head) / (rate * 1e9)
 
-    def _bytes_per_weight(self, recipe: Recipe) -> float:
+    def bytes_per_weight(self, recipe: Recipe) -> float:
         """Bytes per weight, with a scale and a zero per `block_size` weights."""
         if recipe.scheme in GRIDS:
             return GRIDS[recipe.scheme] / 8
@@ -490,3 +490,46 @@ class LoadedDecoder:
             return self.float_bytes
         zero = 0.0 if recipe.algorithm in SYMMETRIC else recipe.bits / 8
         return recipe.bits / 8 + (self.float_bytes + zero) / recipe.block_size
+
+
+@dataclass(frozen=True)
+class EncoderWork:
+    """What an encoder does for a picture of `width` x `height` pixels.
+
+    Its `passes` make so many `rows` with so many `operations` in all. An operator reads
+    and writes `operator_bytes` at most beside its weights.
+    """
+
+    width: int
+    height: int
+    rows: int
+    passes: int
+    operations: int
+    operator_bytes: int
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """An encoder of pictures: its weights, the numbers of a row, what pictures take."""
+
+    weights: int
+    row_size: int
+    work: tuple[EncoderWork, ...]
+
+    def weight_mb(self, target: LoadedDecoder) -> float:
+        """MB of 10^6 bytes of its weights beside a target."""
+        return self.weights * target.bytes_per_weight(target.recipe.of_encoder) / 1e6
+
+    def ms(
+        self,
+        work: EncoderWork,
+        target: LoadedDecoder,
+        mode: PowerMode,
+        capability: str,
+        efficiency: Efficiency = FITTED,
+    ) -> float:
+        """Predict the milliseconds of a picture; of a CPU, what reading takes."""
+        reading = self.weight_mb(target) / (mode.bandwidth_gbs * efficiency.bandwidth)
+        rate = mode.fp16_tflops * efficiency.compute.get(capability, 0.0)
+        computing = work.operations / (rate * 1e9) if rate else 0.0
+        return work.passes * (efficiency.pass_ms + reading) + computing

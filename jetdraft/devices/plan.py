@@ -16,6 +16,8 @@ from jetdraft.devices.cost_model import (
     SINGLE_BYTES,
     Dimensions,
     Efficiency,
+    Encoder,
+    EncoderWork,
     LoadedDecoder,
     gguf_recipe,
 )
@@ -77,6 +79,7 @@ class Plan:
 
     `memory_mb` is of the model's parts, `available_mb` what the device has. The first
     of `rows` is plain decoding, all that a CPU's plan has. `basis` says what it is for.
+    `pictures` have the work of the target's encoder, and its time.
     """
 
     provider: str
@@ -91,6 +94,7 @@ class Plan:
     pass_ms_by_width: dict[int, float]
     rows: list[Choice]
     sizes: Dimensions
+    pictures: list[tuple[EncoderWork, float]]
 
     @property
     def needed_mb(self) -> float:
@@ -128,6 +132,7 @@ class Plan:
             },
             "best": _choice_json(self.best),
             "rows": [_choice_json(choice) for choice in self.rows],
+            "pictures": [asdict(work) | {"ms": ms} for work, ms in self.pictures],
         }
 
 
@@ -169,6 +174,7 @@ class Question:
         "device", None, "A power mode of the device; default: the first, without Super."
     )
     methods: tuple[MethodCost, ...] = ()
+    encoder: Encoder | None = None
     provider: str = declared(
         "runtime",
         CPU,
@@ -225,6 +231,12 @@ def plan(question: Question) -> Plan:
     memory = {"target": target.memory_mb(question.context), "runtime": RUNTIME_MB}
     if drafter is not None:
         memory["drafter"] = drafter.memory_mb(question.context)
+    pictures, encoder = [], question.encoder
+    if encoder is not None:
+        rows_mb = question.context * encoder.row_size * float_bytes / 1e6
+        memory["encoder"] = encoder.weight_mb(target) + rows_mb
+        given = target, mode, device.compute_capability, efficiency
+        pictures = [(work, encoder.ms(work, *given)) for work in encoder.work]
     return Plan(
         provider=question.provider,
         basis=ON_CPU if on_cpu else ON_GPU,
@@ -238,6 +250,7 @@ def plan(question: Question) -> Plan:
         pass_ms_by_width={width: board.pass_ms(width) for width in widths},
         rows=list(board.choices(methods, question.acceptance)),
         sizes=target.sizes,
+        pictures=pictures,
     )
 
 

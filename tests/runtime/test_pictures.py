@@ -18,6 +18,7 @@ from tokenizers import AddedToken
 
 import jetdraft
 from jetdraft.bundle import MAX_PIXELS, PATCHES, SPLIT, TEXTS, WHOLE, Vision
+from jetdraft.checkpoints.vision import count_work
 from jetdraft.cli import main as cli
 from jetdraft.contracts.step_contract import StepContract
 from jetdraft.errors import ContractError, OptionError
@@ -204,6 +205,36 @@ def test_tiles_are_those_of_the_image_processor(both, height, width):
     given = [Image.fromarray(image)]  # of an array it guesses the axes
     pixels = processor(images=given, return_tensors="np")["pixel_values"]
     assert np.allclose(np.concatenate(tiles).ravel(), pixels.ravel(), atol=1e-5)
+
+
+def test_a_plan_has_the_rows_of_the_runtime(both):
+    model, whole, _ = both
+    source = Path(whole.config._name_or_path)
+    encoder = count_work(str(source), [(width, height) for height, width in SIZES])
+    stored = model.bundle.files[f"{model.bundle.vision.file}.data"]["bytes"]
+    # A file aligns its tensors, and has some constants.
+    assert encoder.weights * 4 == pytest.approx(stored, rel=0.25)
+    assert encoder.row_size == model.bundle.target.contract.picture_size
+    pictures = model.parts.target.pictures
+    for (height, width), work in zip(SIZES, encoder.work, strict=True):
+        model.forget()
+        pictures.encode([], 0, [], list, bool)
+        before, image = pictures._filled, picture(20, height, width)
+        assert model.encode_image(image) or before
+        if pictures._filled > before:
+            assert work.rows == pictures._filled - before, (height, width)
+        ids, tiles = model.parts.place_pictures([model.parts.picture_token], [image])
+        assert work.rows == ids.count(model.parts.picture_token)
+        assert work.passes == len(tiles[0].pixels)
+    assert encoder.work[0].operations > 0
+    words = ["plan", str(source), "--device", "orin-nx-16gb", "--provider", "cuda"]
+    done = CliRunner().invoke(cli, [*words, "--json"])
+    planned = json.loads(done.stdout)
+    assert planned["memory_parts_mb"]["encoder"] > 0
+    for row in planned["pictures"]:
+        tiles = cut(picture(0, row["height"], row["width"]), model.bundle.vision)
+        assert row["rows"] == tiles.rows
+        assert row["ms"] > 0
 
 
 METHODS = ["none", "auto", "lookup", "trigram", "draft", "cascade", "tree"]

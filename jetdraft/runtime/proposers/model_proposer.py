@@ -162,6 +162,12 @@ class ModelProposer(Proposer):
     def session_seconds(self) -> float:
         return self.cache.graph.seconds
 
+    @property
+    def is_blind(self) -> bool:
+        """Whether the graph reads tokens alone, not the target's features or rows."""
+        contract = self.cache.graph.contract
+        return not (contract.feature_input or contract.reads)
+
     def begin(self, prompt: Sequence[int], chooser: Chooser) -> None:
         self.cache.begin(prompt)
         self.chooser = chooser

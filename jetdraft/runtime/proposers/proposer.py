@@ -82,6 +82,11 @@ class Proposer(Observer, ABC):
         """The seconds that it spent inside `session.run` so far; here 0."""
         return 0.0
 
+    @property
+    def is_blind(self) -> bool:
+        """Whether it drafts with a model that reads no images; here False."""
+        return False
+
     def keep(self, kept: int) -> int:
         """How many of the first `kept` rows of a prompt it need not observe: all."""
         return kept
@@ -124,6 +129,10 @@ class ConstrainedProposer(Proposer):
     @property
     def session_seconds(self) -> float:
         return self._inner.session_seconds
+
+    @property
+    def is_blind(self) -> bool:
+        return self._inner.is_blind
 
     def keep(self, kept: int) -> int:
         return self._inner.keep(kept)
