@@ -1,6 +1,7 @@
 """The encoder of a checkpoint's pictures, and how its processor cuts them."""
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,8 +11,8 @@ import torch
 import transformers
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.flop_counter import FlopCounterMode
 
 from jetdraft.bundle import GRID, PATCHES, SPLIT, TEXTS, WHOLE, Vision
@@ -25,6 +26,7 @@ from jetdraft.runtime.passes.pictures import Size, cut, encoder_inputs
 # Files of which a folder has one if its pictures are read.
 PROCESSORS = ("preprocessor_config.json", "processor_config.json")
 _TABLE = "num_position_embeddings"  # Qwen's field for a table of positions.
+ATTENTION = "MultiHeadAttention"  # onnxruntime's operator.
 FULL = "jetdraft_flash"  # transformers gives an attention of such a name all rows.
 
 
@@ -77,18 +79,33 @@ def attend_fully(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float,
-    cu_seq_lens_q: Tensor,
+    cu_seq_lens_q: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Attend [1, heads, n, d] in both directions, in windows if each row has a number.
 
-    The numbers int64 [n] come in place of the bounds that FlashAttention reads.
+    The numbers int64 [n] come in place of the bounds that FlashAttention reads. Without
+    them a graph has an operator that holds no scores: a picture of 1920 x 1080 pixels
+    has 4 GB of them.
     """
-    scores = query @ key.transpose(-1, -2) * scaling
-    if cu_seq_lens_q.dtype == torch.int64:
+    if cu_seq_lens_q is not None and cu_seq_lens_q.dtype == torch.int64:
+        scores = query @ key.transpose(-1, -2) * scaling
         is_other = cu_seq_lens_q[:, None] != cu_seq_lens_q
         scores = scores.masked_fill(is_other, float("-inf"))
-    return (scores.softmax(-1) @ value).transpose(1, 2), None
+        return (scores.softmax(-1) @ value).transpose(1, 2), None
+    if not torch.compiler.is_exporting():
+        attended = scaled_dot_product_attention(query, key, value, scale=scaling)
+        return attended.transpose(1, 2), None
+    inputs = [x.transpose(1, 2).flatten(2) for x in (query, key, value)]
+    attended = torch.onnx.ops.symbolic(
+        f"com.microsoft::{ATTENTION}",
+        inputs,
+        attrs={"num_heads": query.shape[1], "scale": scaling},
+        dtype=query.dtype,
+        shape=inputs[0].shape,
+        version=1,
+    )
+    return attended.view(query.transpose(1, 2).shape), None
 
 
 transformers.AttentionInterface.register(FULL, attend_fully)
@@ -205,7 +222,7 @@ def read_vision(
             axes=tuple(axes),
             **_cutting(source, family, config),
         )
-        model = _without_text(whole, family).float().eval().requires_grad_(False)
+        model = _without_text(whole).float().eval().requires_grad_(False)
         return model, family.encode, vision
 
 
@@ -226,56 +243,48 @@ def count_work(source: str, sizes: Sequence[Size]) -> Encoder | None:
         whole = transformers.AutoModelForImageTextToText.from_config(
             config, dtype=torch.float32, attn_implementation="eager"
         )
-        model = _without_text(whole, family)
+        model = _without_text(whole)
         fields = _cutting(source, family, config)
         vision = Vision(file="", token="", first_row=0, **fields)
 
         def encode(pixels: Any) -> tuple[Tensor, int, int]:
-            """The rows of a tile or picture, operations, bytes of an operator."""
+            """The rows of a tile or picture, operations, bytes at a layer's ends."""
+            held = [0]
+
+            def note(layer: Any, given: Any, out: Any) -> None:
+                tensors = [t for t in (*given, out) if isinstance(t, Tensor)]
+                held.append(sum(t.nbytes for t in tensors))
+
             inputs = map(torch.from_numpy, encoder_inputs(pixels, vision).values())
-            with FlopCounterMode(display=False) as counter, _Widest(model) as widest:
+            with FlopCounterMode(display=False, custom_mapping=_OPERATIONS) as counter:
+                hook = register_module_forward_hook(note)
                 rows = family.encode(model, *map(mode.from_tensor, inputs))
-            return rows, counter.get_total_flops(), widest.bytes
+                hook.remove()
+            return rows, counter.get_total_flops(), max(held)
 
         rows = encode(np.zeros((vision.side, vision.side, 3), np.uint8))[0]
         vision, work = replace(vision, rows=rows.numel() // rows.shape[-1]), []
         for width, height in sizes:
             tiles = cut(np.zeros((height, width, 3), np.uint8), vision)
-            passes = len(tiles.pixels)
-            _, operations, operator_bytes = encode(tiles.pixels[0])
-            counts = tiles.rows, passes, passes * operations, operator_bytes
+            passes, (_, operations, held) = len(tiles.pixels), encode(tiles.pixels[0])
+            counts = tiles.rows, passes, passes * operations, held
             work.append(EncoderWork(width, height, *counts))
         weights = sum(weight.numel() for weight in model.parameters())
         return Encoder(weights, rows.shape[-1], tuple(work))
 
 
-class _Widest(TorchDispatchMode):
-    """The most `bytes` of what an operator reads and writes, weights left out."""
-
-    def __init__(self, model: Any) -> None:
-        super().__init__()
-        self._weights = {w.untyped_storage()._cdata for w in model.parameters()}
-        self.bytes = 0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        out = func(*args, **(kwargs or {}))
-        tensors = (t for t in tree_leaves((args, out)) if isinstance(t, Tensor))
-        stored = (t.untyped_storage() for t in tensors)
-        sizes = {s._cdata: s.nbytes() for s in stored if s._cdata not in self._weights}
-        self.bytes = max(self.bytes, sum(sizes.values()))
-        return out
+_FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_OPERATIONS = {_FLASH: lambda q, k, *_, **__: 4 * math.prod(q) * k[2]}  # By shapes.
 
 
-def _without_text(whole: Any, family: Family) -> Any:
+def _without_text(whole: Any) -> Any:
     """The inner model of a checkpoint, without its language model."""
     model = whole.model
     for name in ("text_model", "language_model"):
         if hasattr(model, name):
             setattr(model, name, None)
-    if family.encode is _encode_qwen:
-        model.visual.config._attn_implementation = FULL
+    for config in [m.config for m in model.modules() if hasattr(m, "config")]:
+        config._attn_implementation = FULL
     return model
 
 

@@ -102,7 +102,7 @@ def _print_plan(prediction: Plan, question: Question) -> None:
     if prediction.pictures:
         click.echo("images     tokens  passes  GFLOP      MB   at least ms")
     for work, ms in prediction.pictures:
-        size, mb = f"{work.width}x{work.height}", work.operator_bytes / 1e6
+        size, mb = f"{work.width}x{work.height}", work.layer_bytes / 1e6
         shown = f"{size:9}{work.rows:8}{work.passes:8}{work.operations / 1e9:7.0f}"
         click.echo(f"  {shown}{mb:8.0f}{ms:14.1f}")
 

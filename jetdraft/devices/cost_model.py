@@ -496,8 +496,8 @@ class LoadedDecoder:
 class EncoderWork:
     """What an encoder does for a picture of `width` x `height` pixels.
 
-    Its `passes` make so many `rows` with so many `operations` in all. An operator reads
-    and writes `operator_bytes` at most beside its weights.
+    Its `passes` make all `rows` with `operations`; a layer reads and writes at most
+    `layer_bytes` beside its weights.
     """
 
     width: int
@@ -505,7 +505,7 @@ class EncoderWork:
     rows: int
     passes: int
     operations: int
-    operator_bytes: int
+    layer_bytes: int
 
 
 @dataclass(frozen=True)
@@ -519,17 +519,3 @@ class Encoder:
     def weight_mb(self, target: LoadedDecoder) -> float:
         """MB of 10^6 bytes of its weights beside a target."""
         return self.weights * target.bytes_per_weight(target.recipe.of_encoder) / 1e6
-
-    def ms(
-        self,
-        work: EncoderWork,
-        target: LoadedDecoder,
-        mode: PowerMode,
-        capability: str,
-        efficiency: Efficiency = FITTED,
-    ) -> float:
-        """Predict the milliseconds of a picture; of a CPU, what reading takes."""
-        reading = self.weight_mb(target) / (mode.bandwidth_gbs * efficiency.bandwidth)
-        rate = mode.fp16_tflops * efficiency.compute.get(capability, 0.0)
-        computing = work.operations / (rate * 1e9) if rate else 0.0
-        return work.passes * (efficiency.pass_ms + reading) + computing

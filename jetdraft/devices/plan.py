@@ -235,8 +235,7 @@ def plan(question: Question) -> Plan:
     if encoder is not None:
         rows_mb = question.context * encoder.row_size * float_bytes / 1e6
         memory["encoder"] = encoder.weight_mb(target) + rows_mb
-        given = target, mode, device.compute_capability, efficiency
-        pictures = [(work, encoder.ms(work, *given)) for work in encoder.work]
+        pictures = [(work, board.picture_ms(encoder, work)) for work in encoder.work]
     return Plan(
         provider=question.provider,
         basis=ON_CPU if on_cpu else ON_GPU,
@@ -286,6 +285,14 @@ class Board:
                 name, speed = method.name, 1e3 * tokens / ms
                 ratio = speed / plain
                 yield Choice(name, method.cost, shape, width, tokens, speed, ratio)
+
+    def picture_ms(self, encoder: Encoder, work: EncoderWork) -> float:
+        """Predict the ms of the encoder for a picture; on a CPU its reads alone."""
+        mode, share = self.mode, self.efficiency
+        reading = encoder.weight_mb(self.target) / mode.bandwidth_gbs / share.bandwidth
+        part = share.compute.get(self.device.compute_capability, 0.0)
+        computing = work.operations / (mode.fp16_tflops * part * 1e9) if part else 0.0
+        return work.passes * (share.pass_ms + reading) + computing
 
     def _draft_ms(self, cost_kind: str, levels: list[tuple[int, float]]) -> float:
         """Predict the ms of a draft; `levels` are from `expected_levels`."""

@@ -252,6 +252,10 @@ def test_texts_about_pictures_are_those_of_transformers(both, method):
     logits, text = wanted(both, messages, images)
     chosen = model.chat(messages, max_new_tokens=24, logprobs=1, **how)
     assert chosen.token_ids == text
+    rows = sum(cut(image, model.bundle.vision).rows for image in images)
+    blind = rows if method in ("auto", "draft", "cascade", "tree") else 0
+    counted = chosen.stats.to_json()
+    assert (counted["picture_tokens"], counted["unseen_tokens"]) == (rows, blind)
     best = torch.log_softmax(logits.float(), -1)[text[0]].item()
     assert chosen.logprobs[0].logprob == pytest.approx(best, abs=1e-4)
     sampled = {"max_new_tokens": 24, "temperature": 0.8, "seed": 4}
@@ -367,6 +371,9 @@ def test_the_server_takes_pictures_in_every_dialect(both, tmp_path):
             answer = post(address, path, {**SHORT, "messages": asked(*parts)})
             assert answer.status_code == expected, answer.text
             if expected == 200:
+                asked_for = answer.json()["usage"]["prompt_tokens_details"]
+                rows = cut(picture(8), model.bundle.vision).rows
+                assert asked_for["image_tokens"] == rows
                 assert answer.json()["choices"][0]["message"]["content"] == said
         for place, body in SEEN.items():
             answer = post(address, place, {"model": "eyes", **body})
@@ -412,7 +419,7 @@ def test_a_picture_is_encoded_ahead_while_another_is_read(both):
 def rows_of_a_fake(answers):
     """Buffers of 8 rows, whose encoder gives the answers in turn, or raises them."""
 
-    def run(_, inputs):
+    def run(*_):
         answer = next(answers)
         if isinstance(answer, BaseException):
             raise answer
