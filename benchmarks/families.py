@@ -49,8 +49,9 @@ TOLERANCE, MOST_WEIGHTS, RECIPES = 2e-4, 120_000_000, ("none", "q4_0")
 TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
 SIZES, SEEING, CHANGES = TABLE["sizes"], TABLE["seeing"], TABLE["changes"]
 END, IMAGE = MARKS = "<|endoftext|>", "<image>"
-CHAT = "{% for m in messages %}{% for p in m['content'] %}{{ '<image>' if p['type'] =="
-CHAT += " 'image' else p['text'] }}{% endfor %}{% endfor %}"
+CHAT = "{% for m in messages %}{% if m['content'] is string %}{{ m['content'] }}{% else"
+CHAT += " %}{% for p in m['content'] %}{{ '<image>' if p['type'] == 'image' else "
+CHAT += "p['text'] }}{% endfor %}{% endif %}{% endfor %}"
 SPECIAL = {"eos_token_id": 0, "bos_token_id": 1, "pad_token_id": 2}
 OF_LAYERS, VOCAB = ("layer_types", "layers_block_type"), SIZES["vocab_size"]
 
