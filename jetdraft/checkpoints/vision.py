@@ -267,8 +267,8 @@ def count_work(source: str, sizes: Sequence[Size]) -> Encoder | None:
         for width, height in sizes:
             tiles = cut(np.zeros((height, width, 3), np.uint8), vision)
             passes, (_, operations, held) = len(tiles.pixels), encode(tiles.pixels[0])
-            counts = tiles.rows, passes, passes * operations, held
-            work.append(EncoderWork(width, height, *counts))
+            sums = round(passes * operations / 1e9, 3), round(held / 1e6, 3)
+            work.append(EncoderWork(width, height, tiles.rows, passes, *sums))
         weights = sum(weight.numel() for weight in model.parameters())
         return Encoder(weights, rows.shape[-1], tuple(work))
 

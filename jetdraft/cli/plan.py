@@ -99,12 +99,9 @@ def _print_plan(prediction: Plan, question: Question) -> None:
     modes = [mode.name for mode in question.profile.power_modes]
     if others := [name for name in modes if name != prediction.power_mode]:
         click.echo(f"  (--power-mode {', '.join(others)}: other rates)")
-    if prediction.pictures:
-        click.echo("images     tokens  passes  GFLOP      MB   at least ms")
-    for work, ms in prediction.pictures:
-        size, mb = f"{work.width}x{work.height}", work.layer_bytes / 1e6
-        shown = f"{size:9}{work.rows:8}{work.passes:8}{work.operations / 1e9:7.0f}"
-        click.echo(f"  {shown}{mb:8.0f}{ms:14.1f}")
+    for row in prediction.pictures:
+        figures = (f"{name} {number:.5g}" for name, number in row.items())
+        click.echo("image      " + ", ".join(figures).replace("_", " "))
 
 
 def _print_methods(prediction: Plan) -> None:

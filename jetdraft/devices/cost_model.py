@@ -496,16 +496,16 @@ class LoadedDecoder:
 class EncoderWork:
     """What an encoder does for a picture of `width` x `height` pixels.
 
-    Its `passes` make all `rows` with `operations`; a layer reads and writes at most
-    `layer_bytes` beside its weights.
+    Its `passes` make the `rows`, with `gflop` in all. A layer reads and writes at most
+    `mb` of 10^6 bytes beside its weights.
     """
 
     width: int
     height: int
     rows: int
     passes: int
-    operations: int
-    layer_bytes: int
+    gflop: float
+    mb: float
 
 
 @dataclass(frozen=True)

@@ -79,7 +79,7 @@ class Plan:
 
     `memory_mb` is of the model's parts, `available_mb` what the device has. The first
     of `rows` is plain decoding, all that a CPU's plan has. `basis` says what it is for.
-    `pictures` have the work of the target's encoder, and its time.
+    `pictures` have the work of the target's encoder, and the least time of it.
     """
 
     provider: str
@@ -94,7 +94,7 @@ class Plan:
     pass_ms_by_width: dict[int, float]
     rows: list[Choice]
     sizes: Dimensions
-    pictures: list[tuple[EncoderWork, float]]
+    pictures: list[dict[str, float]]
 
     @property
     def needed_mb(self) -> float:
@@ -132,7 +132,7 @@ class Plan:
             },
             "best": _choice_json(self.best),
             "rows": [_choice_json(choice) for choice in self.rows],
-            "pictures": [asdict(work) | {"ms": ms} for work, ms in self.pictures],
+            "pictures": self.pictures,
         }
 
 
@@ -235,7 +235,7 @@ def plan(question: Question) -> Plan:
     if encoder is not None:
         rows_mb = question.context * encoder.row_size * float_bytes / 1e6
         memory["encoder"] = encoder.weight_mb(target) + rows_mb
-        pictures = [(work, board.picture_ms(encoder, work)) for work in encoder.work]
+        pictures = [board.picture(encoder, work) for work in encoder.work]
     return Plan(
         provider=question.provider,
         basis=ON_CPU if on_cpu else ON_GPU,
@@ -286,13 +286,14 @@ class Board:
                 ratio = speed / plain
                 yield Choice(name, method.cost, shape, width, tokens, speed, ratio)
 
-    def picture_ms(self, encoder: Encoder, work: EncoderWork) -> float:
-        """Predict the ms of the encoder for a picture; on a CPU its reads alone."""
+    def picture(self, encoder: Encoder, work: EncoderWork) -> dict[str, float]:
+        """Add to `work` the ms of the encoder; on a CPU reading alone is known."""
         mode, share = self.mode, self.efficiency
         reading = encoder.weight_mb(self.target) / mode.bandwidth_gbs / share.bandwidth
         part = share.compute.get(self.device.compute_capability, 0.0)
-        computing = work.operations / (mode.fp16_tflops * part * 1e9) if part else 0.0
-        return work.passes * (share.pass_ms + reading) + computing
+        computing = work.gflop / (mode.fp16_tflops * part) if part else 0.0
+        ms = work.passes * (share.pass_ms + reading) + computing
+        return {**vars(work), "at_least_ms": round(ms, 1)}
 
     def _draft_ms(self, cost_kind: str, levels: list[tuple[int, float]]) -> float:
         """Predict the ms of a draft; `levels` are from `expected_levels`."""

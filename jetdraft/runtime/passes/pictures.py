@@ -38,7 +38,7 @@ PictureInput = str | Path | bytes | npt.NDArray[np.uint8]
 image of Pillow too."""
 NO_IMAGES = (
     "the bundle's model reads no images; leave them out, or export a model of "
-    "docs/images.md with its preprocessor_config.json"
+    "docs/images.md with its preprocessor_config.json, without streams or Kangaroo"
 )
 DAMAGED = "the encoder of images gives other rows than it must; export it again"
 # What the encoder's run takes beyond its weights is given back after it.

@@ -24,6 +24,7 @@ class Traits:
     ms_per_token      a first guess of the time of a drafted token
     probes            how many probes of the target a row can carry for it, or 0
     branches          whether it drafts a tree when a controller asks for one
+    blind             whether it drafts with a model that reads no images
 
         Traits("repeat", max_draft_tokens=15, kind=Kind.COUPLED, ms_per_token=1.2)
     """
@@ -34,6 +35,7 @@ class Traits:
     ms_per_token: float = 0.0
     probes: int = 0
     branches: bool = False
+    blind: bool = False
 
 
 @dataclass(frozen=True)
@@ -82,11 +84,6 @@ class Proposer(Observer, ABC):
         """The seconds that it spent inside `session.run` so far; here 0."""
         return 0.0
 
-    @property
-    def is_blind(self) -> bool:
-        """Whether it drafts with a model that reads no images; here False."""
-        return False
-
     def keep(self, kept: int) -> int:
         """How many of the first `kept` rows of a prompt it need not observe: all."""
         return kept
@@ -129,10 +126,6 @@ class ConstrainedProposer(Proposer):
     @property
     def session_seconds(self) -> float:
         return self._inner.session_seconds
-
-    @property
-    def is_blind(self) -> bool:
-        return self._inner.is_blind
 
     def keep(self, kept: int) -> int:
         return self._inner.keep(kept)
