@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import onnx
 import pytest
 import torch
 import transformers
@@ -336,6 +337,24 @@ def test_prompts_without_room_or_places_are_refused(both, toy_model):
         model.chat(many)
     with pytest.raises(OptionError, match="reads no images"):
         toy_model.generate("the", images=[picture(7)])
+
+
+def test_graphs_of_the_standard_flavour_read_images(tmp_path):
+    save(tmp_path / "eyes", "qwen3_vl")
+    sizes = {"capacity": 256, "flavour": "standard"}
+    exported(tmp_path / "eyes", tmp_path / "bundle", **sizes)
+    graph = onnx.load(
+        tmp_path / "bundle" / "target-vision.onnx", load_external_data=False
+    )
+    assert {opset.domain for opset in graph.opset_import} == {""}
+    assert "Attention" in {node.op_type for node in graph.graph.node}
+    source = tmp_path / "eyes"
+    whole = transformers.AutoModelForImageTextToText.from_pretrained(source).eval()
+    processor = transformers.AutoImageProcessor.from_pretrained(source, backend="pil")
+    with jetdraft.load(tmp_path / "bundle", threads=1) as model:
+        messages, images = asked(image_of(picture(2)), text_of("the")), [picture(2)]
+        text = wanted((model, whole, processor), messages, images, 8)[1]
+        assert model.chat(messages, max_new_tokens=8).token_ids == text
 
 
 def test_a_target_with_streams_says_that_it_reads_no_images(tmp_path):
