@@ -3,13 +3,14 @@
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import transformers
 from torch import Tensor
 
-from jetdraft.bundle import GRID, PATCHES, SPLIT, TEXTS, WHOLE, Vision
+from jetdraft.bundle import GRID, SPLIT, TEXTS, WHOLE, Vision
 from jetdraft.checkpoints.defaults import read_fields
 from jetdraft.checkpoints.folder import NO_OWN_CODE, as_checkpoint_error, stored_dtype
 from jetdraft.errors import UnsupportedModelError
@@ -52,15 +53,57 @@ def _encode_intern(model: Any, pixels: Tensor) -> Tensor:
 
 def _encode_qwen(model: Any, *inputs: Tensor) -> Tensor:
     pixels, positions, *others = (x.flatten(0, 1) if x.dim() > 1 else x for x in inputs)
+    pixels = pixels.view(len(pixels), 3, 1, -1).expand(-1, -1, 2, -1)  # two frames
     names = ("window_index", "cu_window_seqlens")
     if hasattr(model.config.vision_config, _TABLE):
         names = ("interp_indices", "interp_weights")
+        others = _taps(positions, model.visual.num_grid_per_side)
     given: dict[str, Any] = dict(zip(names, others, strict=True))
     ends = torch.zeros(1, dtype=torch.int32)
     given |= {"cu_seqlens": ends, "max_seqlen": 1, "max_window_seqlen": 1}
-    seen = model.visual(pixels, grid_thw=None, position_ids=positions, **given)
+    seen = model.visual(pixels.flatten(1), None, position_ids=positions, **given)
     deep = getattr(seen, "deepstack_features", None) or ()
     return torch.cat([seen.pooler_output, *deep], -1)
+
+
+def _taps(positions: Tensor, side: int) -> list[Tensor]:
+    """The four entries of a table [side, side] nearest to each patch, and weights."""
+    exact = positions * (side - 1) / positions.amax(0).clamp(min=1)
+    near = exact.floor()[..., None] + torch.arange(2)  # [n, 2, 2]
+    shares = (1 - (exact[..., None] - near).abs()).clamp(min=0)
+    near = near.clamp(max=side - 1).long()
+    taps = near[:, 0, :, None] * side + near[:, 1, None]
+    return [taps.flatten(1), (shares[:, 0, :, None] * shares[:, 1, None]).flatten(1)]
+
+
+def _encode_mistral(model: Any, pixels: Tensor, positions: Tensor) -> Tensor:
+    tower, projector = model.vision_tower, model.multi_modal_projector
+    patches = pixels.view(-1, 3, tower.patch_size, tower.patch_size)
+    states = tower.ln_pre(tower.patch_conv(patches).flatten(1)[None])
+    turns = tower.patch_positional_embedding(states, positions.flatten(0, 1))
+    states = tower.transformer(states, position_embeddings=turns).last_hidden_state
+    squares = projector.norm(states).view(*positions.shape[:2], -1).transpose(1, 2)
+    merged = projector.patch_merger.merging_layer(squares.flatten(1))
+    rows: Tensor = projector.linear_2(projector.act(projector.linear_1(merged)))
+    return rows
+
+
+def _encode_lfm(model: Any, pixels: Tensor, positions: Tensor) -> Tensor:
+    tower, projector = model.vision_tower, model.multi_modal_projector
+    own, places = tower.embeddings, positions.flatten(0, 1)
+    table = own.position_embedding.weight.unflatten(
+        0, (own.position_embedding_size, -1)
+    )
+    size = places.amax(0, keepdim=True) + 1
+    by_line = own.resize_positional_embeddings(table, size, len(places))[0]
+    patches = pixels.flatten(0, 1).unflatten(1, (3, -1)).transpose(1, 2).flatten(1)
+    states = own.patch_embedding(patches)
+    states = states + by_line[places[:, 0] * size[0, 1] + places[:, 1]]
+    states = tower.encoder(states[None], attention_mask=None).last_hidden_state
+    projector.factor = 1  # The patches of a square stand together already.
+    squares = tower.post_layernorm(states).view(1, len(pixels), 1, -1)
+    rows: Tensor = projector(squares)
+    return rows
 
 
 def attend_fully(
@@ -94,20 +137,48 @@ def _idefics_fields(processor: Any, config: Any) -> dict[str, Any]:
 
 
 def _intern_fields(processor: Any, config: Any) -> dict[str, Any]:
-    fields: dict[str, Any] = {"tiling": WHOLE, "side": processor.size["height"]}
-    if processor.crop_to_patches:
-        numbers = {"least": processor.min_patches, "most": processor.max_patches}
-        fields |= {"tiling": GRID, **numbers}
-    return fields
+    tiles = processor.min_patches, processor.max_patches
+    crops = {"tiling": GRID, "tiles": tiles} if processor.crop_to_patches else {}
+    return {"tiling": WHOLE, "side": processor.size["height"], **crops}
 
 
 def _qwen_fields(processor: Any, config: Any) -> dict[str, Any]:
-    own, edge, size = config.vision_config, processor.patch_size, processor.size
-    fields = {"tiling": PATCHES, "edge": edge, "side": edge * processor.merge_size}
+    own, patch, size = config.vision_config, processor.patch_size, processor.size
+    fields = {"tiling": WHOLE, "patch": patch, "side": patch * processor.merge_size}
     fields |= {"least": size["shortest_edge"], "most": size["longest_edge"]}
-    if hasattr(own, _TABLE):
-        return fields | {"table": int(own.num_position_embeddings**0.5)}
-    return fields | {"window": own.window_size // fields["side"]}
+    windows = 0 if hasattr(own, _TABLE) else own.window_size // fields["side"]
+    return fields | {"window": windows}
+
+
+def _mistral_fields(processor: Any, config: Any) -> dict[str, Any]:
+    patch, size = config.vision_config.patch_size, processor.size
+    fields = {
+        "tiling": WHOLE,
+        "patch": patch,
+        "side": patch * config.spatial_merge_size,
+    }
+    return fields | {"edge": size["longest_edge"]}
+
+
+def _lfm_fields(processor: Any, config: Any) -> dict[str, Any]:
+    patch = processor.encoder_patch_size
+    side, area = (
+        patch * config.downsample_factor,
+        (patch * config.downsample_factor) ** 2,
+    )
+    least, most = processor.min_image_tokens * area, processor.max_image_tokens * area
+    fields = {
+        "tiling": WHOLE,
+        "patch": patch,
+        "side": side,
+        "least": least,
+        "most": most,
+    }
+    tiles = processor.min_tiles, processor.max_tiles
+    if processor.do_image_splitting and tiles != (1, 1):
+        fields |= {"tiling": GRID, "tiles": tiles, "span": processor.tile_size // side}
+        fields |= {"large": int(most * processor.max_pixels_tolerance) + 1}
+    return fields
 
 
 def _by_turns(sections: list[int]) -> list[int]:
@@ -132,11 +203,20 @@ _IDEFICS_TEXT = {
 }
 _IDEFICS = Family(_encode_idefics, _idefics_fields, _IDEFICS_TEXT)
 _INTERN = Family(_encode_intern, _intern_fields, {"begin": "<img>", "end": "</img>"})
+_LFM_TEXT = {
+    "begin": "<|image_start|>",
+    "tile": "<|img_row_{row}_col_{column}|>",
+    "grid": "<|img_thumbnail|>",
+    "end": "<|image_end|>",
+}
+_MISTRAL_TEXT = {"break": "[IMG_BREAK]", "end": "[IMG_END]"}
 _QWEN = Family(_encode_qwen, _qwen_fields, {}, _by_turns)
 FAMILIES = {
     **{"idefics3": _IDEFICS, "smolvlm": _IDEFICS, "internvl": _INTERN},
     **{"qwen3_vl": _QWEN, "qwen3_vl_moe": _QWEN, "qwen3_5": _QWEN},
     **{"qwen2_5_vl": Family(_encode_qwen, _qwen_fields, {}, _in_blocks)},
+    **{"mistral3": Family(_encode_mistral, _mistral_fields, _MISTRAL_TEXT)},
+    **{"lfm2_vl": Family(_encode_lfm, _lfm_fields, _LFM_TEXT)},
 }
 """Types whose pictures are read; of other types the language model is read alone."""
 
@@ -179,9 +259,7 @@ def read_vision(
             attn_implementation="eager",
             **NO_OWN_CODE,
         )
-        processor = transformers.AutoImageProcessor.from_pretrained(
-            source, backend="pil", **NO_OWN_CODE
-        )
+        processor = _read_processor(source)
         tokenizer = transformers.AutoTokenizer.from_pretrained(source, **NO_OWN_CODE)
         config, model = whole.config, whole.model
         family = FAMILIES[config.model_type]
@@ -190,7 +268,6 @@ def read_vision(
                 setattr(model, name, None)
         if family.encode is _encode_qwen:
             model.visual.config._attn_implementation = FULL
-        _check_steps(source, processor)
         sections = config.get_text_config().rope_parameters.get("mrope_section", ())
         axes = family.axes(list(sections)) if family.axes else []
         vision = Vision(
@@ -212,9 +289,24 @@ def read_vision(
 _FILTERS = {1: "lanczos", 2: "bilinear", 3: "bicubic"}
 
 
-def _check_steps(source: str, processor: Any) -> None:
-    steps = ("do_resize", "do_rescale", "do_normalize")
-    does_all = all(getattr(processor, step) for step in steps)
-    if not does_all or abs(processor.rescale_factor * 255 - 1) > 1e-6:
-        fact = f"the image processor of {source} does not resize, rescale and normalize"
+def _read_processor(source: str) -> Any:
+    """The fields of an image processor, if it has the usual steps."""
+    files = [read_fields(source, name) or {} for name in PROCESSORS]
+    fields = files[1].get("image_processor", {}) | files[0]
+    if str(fields.get("image_processor_type")).startswith("Lfm2Vl"):
+        processor = SimpleNamespace(**fields)  # transformers' needs torchvision
+    else:
+        processor = transformers.AutoImageProcessor.from_pretrained(
+            source, backend="pil", **NO_OWN_CODE
+        )
+    steps = dict.fromkeys(
+        ("do_resize", "do_rescale", "do_normalize", "use_thumbnail"), 1
+    )
+    for step, does in {**steps, "do_center_crop": 0, "do_pan_and_scan": 0}.items():
+        if bool(getattr(processor, step, does)) != does:
+            fact = f"the image processor of {source} has {step}: {not does}"
+            raise UnsupportedModelError(f"{fact}; see docs/images.md")
+    if abs(processor.rescale_factor * 255 - 1) > 1e-6:
+        fact = f"the image processor of {source} scales by {processor.rescale_factor}"
         raise UnsupportedModelError(f"{fact}; see docs/images.md")
+    return processor
