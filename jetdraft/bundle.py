@@ -158,7 +158,7 @@ class Embedding:
 SPLIT, GRID, WHOLE = TILINGS = ("split", "grid", "whole")
 MAX_PIXELS = 1 << 26  # Of a picture, and of all pictures of a prompt.
 MAX_TILES, MAX_SIDE = 64, 4096  # Tiles in a grid; pixels of an edge.
-TEXTS = ("begin", "tile", "break", "line", "grid", "whole", "end")
+TEXTS = ("place", "begin", "tile", "break", "line", "grid", "whole", "end")
 
 
 @dataclass(frozen=True)
@@ -175,11 +175,11 @@ class Vision:
     at most `edge`. Its squares, a row each, hold patches of `patch` pixels; `window` is
     the edge of windows, in rows.
 
-    A prompt has the text `token` for each picture, which becomes: `text["begin"]`,
-    "tile" before each tile, "break" between lines of squares, "line" after each row of
-    tiles, "grid" after all, "whole" before the whole picture, and "end". Pairs of a
-    head turn with `frequencies`, by the `axes` of a row: its place in the text, its
-    line and column.
+    A prompt has `text["place"]`, or else `token`, for each picture, which becomes:
+    "begin", "tile" before each tile, "break" between lines of squares, "line" after
+    each row of tiles, "grid" after all, "whole" before the whole picture, and "end".
+    Pairs of a head turn with `frequencies`, by the `axes` of a row: its place in the
+    text, its line and column.
     """
 
     file: FileName

@@ -91,12 +91,11 @@ def _encode_mistral(model: Any, pixels: Tensor, positions: Tensor) -> Tensor:
 def _encode_lfm(model: Any, pixels: Tensor, positions: Tensor) -> Tensor:
     tower, projector = model.vision_tower, model.multi_modal_projector
     own, places = tower.embeddings, positions.flatten(0, 1)
-    table = own.position_embedding.weight.unflatten(
-        0, (own.position_embedding_size, -1)
-    )
+    side = own.position_embedding_size
+    table = own.position_embedding.weight.view(side, side, -1)
     size = places.amax(0, keepdim=True) + 1
     by_line = own.resize_positional_embeddings(table, size, len(places))[0]
-    patches = pixels.flatten(0, 1).unflatten(1, (3, -1)).transpose(1, 2).flatten(1)
+    patches = pixels.view(len(places), 3, -1).transpose(1, 2).flatten(1)
     states = own.patch_embedding(patches)
     states = states + by_line[places[:, 0] * size[0, 1] + places[:, 1]]
     states = tower.encoder(states[None], attention_mask=None).last_hidden_state
@@ -139,7 +138,11 @@ def _idefics_fields(processor: Any, config: Any) -> dict[str, Any]:
 def _intern_fields(processor: Any, config: Any) -> dict[str, Any]:
     tiles = processor.min_patches, processor.max_patches
     crops = {"tiling": GRID, "tiles": tiles} if processor.crop_to_patches else {}
-    return {"tiling": WHOLE, "side": processor.size["height"], **crops}
+    return _gemma_fields(processor, config) | crops
+
+
+def _gemma_fields(processor: Any, config: Any) -> dict[str, Any]:
+    return {"tiling": WHOLE, "side": processor.size["height"]}
 
 
 def _qwen_fields(processor: Any, config: Any) -> dict[str, Any]:
@@ -203,6 +206,11 @@ _IDEFICS_TEXT = {
 }
 _IDEFICS = Family(_encode_idefics, _idefics_fields, _IDEFICS_TEXT)
 _INTERN = Family(_encode_intern, _intern_fields, {"begin": "<img>", "end": "</img>"})
+_GEMMA_TEXT = {
+    "place": "<start_of_image>",
+    "begin": "\n\n<start_of_image>",
+    "end": "<end_of_image>\n\n",
+}
 _LFM_TEXT = {
     "begin": "<|image_start|>",
     "tile": "<|img_row_{row}_col_{column}|>",
@@ -217,22 +225,27 @@ FAMILIES = {
     **{"qwen2_5_vl": Family(_encode_qwen, _qwen_fields, {}, _in_blocks)},
     **{"mistral3": Family(_encode_mistral, _mistral_fields, _MISTRAL_TEXT)},
     **{"lfm2_vl": Family(_encode_lfm, _lfm_fields, _LFM_TEXT)},
+    **{"gemma3": Family(_encode_intern, _gemma_fields, _GEMMA_TEXT)},
 }
 """Types whose pictures are read; of other types the language model is read alone."""
 
 
-def picture_sizes(source: str, model: Any) -> tuple[int, int]:
-    """The sizes of a picture's row and of a slot's turns, see `StepContract`; or 0, 0.
+def picture_sizes(source: str, model: Any) -> tuple[int, int, int]:
+    """The sizes of a picture's row, of a slot's turns, and of a picture read whole.
+
+    See `StepContract`; 0 for what there is not.
 
     They are of a folder or hub id of `FAMILIES`, with its image processor.
     """
     fields = read_fields(source, "config.json") or {}
     family = FAMILIES.get(fields.get("model_type", ""))
     if family is None or all(read_fields(source, name) is None for name in PROCESSORS):
-        return 0, 0
+        return 0, 0, 0
     deep = fields["vision_config"].get("deepstack_visual_indexes", ())
     width = model.get_input_embeddings().weight.shape[1]
-    return width * (1 + len(deep)), len(_frequencies(model)) if family.axes else 0
+    turns = len(_frequencies(model)) if family.axes else 0
+    config = transformers.AutoConfig.from_pretrained(source, **NO_OWN_CODE)
+    return width * (1 + len(deep)), turns, getattr(config, "mm_tokens_per_image", 0)
 
 
 def _frequencies(model: Any) -> list[float]:

@@ -35,7 +35,7 @@ from tests.tiny import VOCAB_SIZE, exported, save_tokenizer
 CAMERA = Path(__file__).parents[2] / "examples" / "camera.py"
 SIDE = 32
 MARKS = ["<image>", "<fake_token_around_image>", "<global-img>", "<img>", "</img>"]
-MARKS += ["[IMG_BREAK]", "[IMG_END]"]
+MARKS += ["[IMG_BREAK]", "[IMG_END]", "<start_of_image>", "<end_of_image>"]
 MARKS += [f"<row_{r}_col_{c}>" for r in range(1, 5) for c in range(1, 5)]
 ADDED = [AddedToken(mark, special=True, normalized=False) for mark in MARKS]
 TEMPLATE = (
@@ -130,6 +130,17 @@ def lfm2_vl(image):
     }
 
 
+def gemma3(image):
+    layers = {"layer_types": ["sliding_attention", "full_attention"]}
+    config = transformers.Gemma3Config(
+        vision_config={**VISION, "image_size": SIDE, "patch_size": 4},
+        text_config={**TEXT, **layers, "sliding_window": 8},
+        **{"image_token_id": image, "mm_tokens_per_image": 16},
+    )
+    sizes = {"size": {"height": SIDE, "width": SIDE}}
+    return config, {"image_processor_type": "Gemma3ImageProcessor", **sizes}
+
+
 def processor_of(source):
     """transformers' image processor, with Pillow's pixels, not torchvision's."""
     fields = json.loads((source / "preprocessor_config.json").read_text())
@@ -196,6 +207,7 @@ FAMILIES = {
     "qwen3_5": qwen("qwen3_5", HYBRID, TABLE, [4, 2, 2]),
     "mistral3": mistral3,
     "lfm2_vl": lfm2_vl,
+    "gemma3": gemma3,
 }
 
 
@@ -209,7 +221,8 @@ def save(folder, family):
         if weight.dim() > 1:
             torch.nn.init.normal_(weight, std=0.08)
     model.save_pretrained(folder)
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    place = "<start_of_image>" if family == "gemma3" else MARKS[0]
+    (folder / "chat_template.jinja").write_text(TEMPLATE.replace(MARKS[0], place))
     (folder / "preprocessor_config.json").write_text(json.dumps(processor))
 
 
@@ -261,14 +274,17 @@ def wanted(both, messages, images, tokens=24):
     given = {**processor(images=pictures, return_tensors="pt")}
     if whole.config.model_type == "smolvlm":
         del given["pixel_attention_mask"]
-    for name in ("num_patches", "rows", "cols", "image_rows", "image_cols"):
+    others = ("num_patches", "rows", "cols", "image_rows", "image_cols", "num_crops")
+    for name in others:
         given.pop(name, None)
     if whole.config.model_type == "lfm2_vl":
         del given["image_sizes"]
     given["input_ids"] = torch.tensor([ids])
+    is_row = (given["input_ids"] == whole.config.image_token_id).int()
     if "image_grid_thw" in given:
-        is_row = given["input_ids"] == whole.config.image_token_id
-        given["mm_token_type_ids"] = is_row.int()
+        given["mm_token_type_ids"] = is_row
+    if whole.config.model_type == "gemma3":
+        given["token_type_ids"] = is_row
     with torch.no_grad():
         logits = whole(**given).logits[0, -1]
         text = whole.generate(**given, max_new_tokens=tokens, do_sample=False)

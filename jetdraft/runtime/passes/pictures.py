@@ -298,6 +298,9 @@ class PictureRows:
         self._rows, *self._turns = tensors.values()
         self._firsts: dict[bytes, int] = {}  # The first row of each encoded picture.
         self._filled = 0
+        # First slots and rows of the pictures in `ids` that are read whole.
+        self._whole: list[tuple[int, int]] = []
+        self._reads_whole = contract.whole_pictures
         self.ids: Int64s = np.zeros(0, np.int64)
         self.seconds = 0.0
         self._lock = Lock()
@@ -317,7 +320,7 @@ class PictureRows:
         Without room all pictures are dropped, after `forget`, since their ids get other
         rows. If it `must_end` before all is encoded, the prompt comes back as it is.
         """
-        self.ids = np.zeros(0, np.int64)
+        self.ids, self._whole = np.zeros(0, np.int64), []
         if not pictures:
             self._turn([])
             return prompt
@@ -336,8 +339,21 @@ class PictureRows:
             ids[here] = np.arange(first, first + picture.rows)
             placed.append((int(here[0]), picture.rows, picture.lines))
         self._turn(placed)
+        self._whole = [place[:2] for place in placed if self._reads_whole]
         self.ids = ids
         return list(ids.tolist())
+
+    def next_rows(self, slot: int, unread: int) -> tuple[int, int]:
+        """How many of the unread rows from a slot on a pass may read, or must read."""
+        for first, rows in self._whole:
+            if slot <= first:
+                return (rows, rows) if slot == first else (min(first - slot, unread), 0)
+        return unread, 0
+
+    def boundary(self, kept: int) -> int:
+        """How many of the kept rows remain if no picture is cut."""
+        cut_at = (first for first, rows in self._whole if first < kept < first + rows)
+        return next(cut_at, kept)
 
     def encode_ahead(self, picture: Tiles) -> bool:
         """Encode a picture of a later prompt, from any thread; False without room."""
