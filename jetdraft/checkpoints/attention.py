@@ -316,7 +316,7 @@ def _see_picture(
     hidden = (slots > state.last_row)[None]
     if call.window:
         hidden = hidden | (slots <= (state.cursor + rows)[:, None] - call.window)
-    scores = scores.view(1, kv_heads, groups, count, -1)
+    scores = scores.view(1, kv_heads, groups, count, len(slots))
     weights = scores.masked_fill(hidden, -torch.inf).softmax(-1).to(values.dtype)
     seen = weights.flatten(2, 3) @ values
     return seen.view(1, kv_heads * groups, count, size).transpose(1, 2)
