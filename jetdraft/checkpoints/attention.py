@@ -57,9 +57,12 @@ class StepState:
         return lender
 
 
+BOTH_WAYS = "use_bidirectional_attention"  # By "vision" in windows of an image only.
+
+
 def attends_both_ways(config: Any) -> bool:
-    """Whether a text's rows see the rows after them; by "vision" only an image's do."""
-    return (getattr(config, "use_bidirectional_attention", "") or "vision") != "vision"
+    """Whether a text's rows see the rows after them."""
+    return (getattr(config, BOTH_WAYS, "") or "vision") != "vision"
 
 
 _active_states: list[StepState] = []
@@ -159,7 +162,8 @@ def attend(
     output, *present = compute(call, state)
     if lender == layer:
         state.present[layer] = (present[0], present[1])
-    if state.picture is not None:
+    in_windows = getattr(getattr(module, "config", None), BOTH_WAYS, None) == "vision"
+    if state.picture is not None and (sliding_window or not in_windows):
         seen = _see_picture(call, *state.present[lender], state.picture, state)
         output = output.index_copy(1, state.picture, seen)
     if prefix is not None:

@@ -11,6 +11,7 @@ import transformers
 from torch import Tensor
 
 from jetdraft.bundle import GRID, SPLIT, TEXTS, WHOLE, Vision
+from jetdraft.checkpoints.attention import BOTH_WAYS
 from jetdraft.checkpoints.defaults import read_fields
 from jetdraft.checkpoints.folder import NO_OWN_CODE, as_checkpoint_error, stored_dtype
 from jetdraft.errors import UnsupportedModelError
@@ -28,7 +29,8 @@ class Family:
 
     `encode` makes rows from the inner model and the tensors of `encoder_inputs`.
     `fields` gives fields of `Vision` by processor and config; `text` has what `TEXTS`
-    names. With `axes` the rows of a picture turn by line and column too.
+    names, or the config's field with a token's id. With `axes` the rows of a picture
+    turn by line and column too.
     """
 
     encode: Callable[..., Tensor]
@@ -95,14 +97,31 @@ def _encode_lfm(model: Any, pixels: Tensor, positions: Tensor) -> Tensor:
     table = own.position_embedding.weight.view(side, side, -1)
     size = places.amax(0, keepdim=True) + 1
     by_line = own.resize_positional_embeddings(table, size, len(places))[0]
-    patches = pixels.view(len(places), 3, -1).transpose(1, 2).flatten(1)
-    states = own.patch_embedding(patches)
+    states = own.patch_embedding(_colours_last(pixels))
     states = states + by_line[places[:, 0] * size[0, 1] + places[:, 1]]
     states = tower.encoder(states[None], attention_mask=None).last_hidden_state
     projector.factor = 1  # The patches of a square stand together already.
     squares = tower.post_layernorm(states).view(1, len(pixels), 1, -1)
     rows: Tensor = projector(squares)
     return rows
+
+
+def _encode_gemma(model: Any, pixels: Tensor, positions: Tensor) -> Tensor:
+    tower, places = model.vision_tower, positions.flatten(0, 1).flip(-1)[None]
+    states = tower.patch_embedder(
+        _colours_last(pixels)[None], places, places[..., 0] < 0
+    )
+    states = tower.encoder(states, None, places).last_hidden_state
+    squares = states.view(*positions.shape[:2], -1).mean(1) * states.shape[-1] ** 0.5
+    if tower.config.standardize:
+        squares = (squares - tower.std_bias) * tower.std_scale
+    rows: Tensor = model.embed_vision(squares)
+    return rows
+
+
+def _colours_last(pixels: Tensor) -> Tensor:
+    """Patches [n, numbers] with the three numbers of a pixel side by side."""
+    return pixels.flatten(0, 1).view(-1, 3, pixels.shape[2] // 3).mT.flatten(1)
 
 
 def attend_fully(
@@ -163,6 +182,14 @@ def _mistral_fields(processor: Any, config: Any) -> dict[str, Any]:
     return fields | {"edge": size["longest_edge"]}
 
 
+def _gemma4_fields(processor: Any, config: Any) -> dict[str, Any]:
+    side = processor.patch_size * processor.pooling_kernel_size
+    fields = {"tiling": WHOLE, "patch": processor.patch_size, "side": side}
+    return fields | dict.fromkeys(
+        ("least", "most"), processor.max_soft_tokens * side**2
+    )
+
+
 def _lfm_fields(processor: Any, config: Any) -> dict[str, Any]:
     patch = processor.encoder_patch_size
     side, area = (
@@ -217,6 +244,7 @@ _LFM_TEXT = {
     "grid": "<|img_thumbnail|>",
     "end": "<|image_end|>",
 }
+_GEMMA4_TEXT = {"begin": "boi_token_id", "end": "eoi_token_id"}
 _MISTRAL_TEXT = {"break": "[IMG_BREAK]", "end": "[IMG_END]"}
 _QWEN = Family(_encode_qwen, _qwen_fields, {}, _by_turns)
 FAMILIES = {
@@ -226,6 +254,7 @@ FAMILIES = {
     **{"mistral3": Family(_encode_mistral, _mistral_fields, _MISTRAL_TEXT)},
     **{"lfm2_vl": Family(_encode_lfm, _lfm_fields, _LFM_TEXT)},
     **{"gemma3": Family(_encode_intern, _gemma_fields, _GEMMA_TEXT)},
+    **{"gemma4": Family(_encode_gemma, _gemma4_fields, _GEMMA4_TEXT)},
 }
 """Types whose pictures are read; of other types the language model is read alone."""
 
@@ -238,14 +267,18 @@ def picture_sizes(source: str, model: Any) -> tuple[int, int, int]:
     They are of a folder or hub id of `FAMILIES`, with its image processor.
     """
     fields = read_fields(source, "config.json") or {}
-    family = FAMILIES.get(fields.get("model_type", ""))
+    own = fields.get("vision_config") or {}
+    family = FAMILIES.get(fields.get("model_type", "") if own else "")
     if family is None or all(read_fields(source, name) is None for name in PROCESSORS):
         return 0, 0, 0
-    deep = fields["vision_config"].get("deepstack_visual_indexes", ())
+    deep = own.get("deepstack_visual_indexes", ())
     width = model.get_input_embeddings().weight.shape[1]
     turns = len(_frequencies(model)) if family.axes else 0
     config = transformers.AutoConfig.from_pretrained(source, **NO_OWN_CODE)
-    return width * (1 + len(deep)), turns, getattr(config, "mm_tokens_per_image", 0)
+    whole = getattr(config, "mm_tokens_per_image", 0)
+    if getattr(config.get_text_config(), BOTH_WAYS, None) == "vision":
+        whole = _read_processor(source).max_soft_tokens
+    return width * (1 + len(deep)), turns, whole
 
 
 def _frequencies(model: Any) -> list[float]:
@@ -283,6 +316,10 @@ def read_vision(
             model.visual.config._attn_implementation = FULL
         sections = config.get_text_config().rope_parameters.get("mrope_section", ())
         axes = family.axes(list(sections)) if family.axes else []
+        known = {name: getattr(config, mark, 0) for name, mark in family.text.items()}
+        marks = {
+            n: tokenizer.convert_ids_to_tokens(id) for n, id in known.items() if id
+        }
         vision = Vision(
             file=file,
             token=tokenizer.convert_ids_to_tokens(config.image_token_id),
@@ -290,7 +327,7 @@ def read_vision(
             filter=_FILTERS[int(processor.resample)],
             mean=tuple(processor.image_mean),
             std=tuple(processor.image_std),
-            text={name: family.text.get(name, "") for name in TEXTS},
+            text=dict.fromkeys(TEXTS, "") | family.text | marks,
             frequencies=tuple(_frequencies(text) if axes else ()),
             axes=tuple(axes),
             **{"edge": 0, "least": 1, "most": 1, "rows": 1}
@@ -312,13 +349,13 @@ def _read_processor(source: str) -> Any:
         processor = transformers.AutoImageProcessor.from_pretrained(
             source, backend="pil", **NO_OWN_CODE
         )
-    steps = dict.fromkeys(
-        ("do_resize", "do_rescale", "do_normalize", "use_thumbnail"), 1
-    )
+    steps = dict.fromkeys(("do_resize", "do_rescale", "use_thumbnail"), 1)
     for step, does in {**steps, "do_center_crop": 0, "do_pan_and_scan": 0}.items():
         if bool(getattr(processor, step, does)) != does:
             fact = f"the image processor of {source} has {step}: {not does}"
             raise UnsupportedModelError(f"{fact}; see docs/images.md")
+    if not processor.do_normalize:
+        processor.image_mean, processor.image_std = [0.0] * 3, [1.0] * 3
     if abs(processor.rescale_factor * 255 - 1) > 1e-6:
         fact = f"the image processor of {source} scales by {processor.rescale_factor}"
         raise UnsupportedModelError(f"{fact}; see docs/images.md")

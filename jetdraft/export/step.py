@@ -186,7 +186,9 @@ def seeing(
         (rotary,) = (m for m in model.modules() if hasattr(m, "inv_freq"))
         hooks.append(rotary.register_forward_hook(lambda *_: own))
     try:
-        yield ids.clamp(max=first - 1)
+        # Gemma 4 reads padding's embeddings of each layer for a picture.
+        padding = model.config.get_text_config().pad_token_id or 0
+        yield ids.masked_fill(ids >= first, max(padding, 0))
     finally:
         for hook in hooks:
             hook.remove()

@@ -35,9 +35,11 @@ from tests.tiny import VOCAB_SIZE, exported, save_tokenizer
 CAMERA = Path(__file__).parents[2] / "examples" / "camera.py"
 SIDE = 32
 MARKS = ["<image>", "<fake_token_around_image>", "<global-img>", "<img>", "</img>"]
-MARKS += ["[IMG_BREAK]", "[IMG_END]", "<start_of_image>", "<end_of_image>"]
+PLACE = "<start_of_image>"
+MARKS += ["[IMG_BREAK]", "[IMG_END]", PLACE, "<end_of_image>"]
 MARKS += [f"<row_{r}_col_{c}>" for r in range(1, 5) for c in range(1, 5)]
 ADDED = [AddedToken(mark, special=True, normalized=False) for mark in MARKS]
+ADDED += [AddedToken("\n" * count, normalized=False) for count in (2, 3, 4)]
 TEMPLATE = (
     "{% for m in messages %}{{ m['role'] }}:{% if m['content'] is string %}"
     "{{ m['content'] }}{% else %}{% for p in m['content'] %}{{ '<image>' if p['type'] "
@@ -141,6 +143,21 @@ def gemma3(image):
     return config, {"image_processor_type": "Gemma3ImageProcessor", **sizes}
 
 
+def gemma4(image):
+    layers = {"layer_types": ["sliding_attention", "full_attention"]}
+    of_layers = {"hidden_size_per_layer_input": 32}
+    of_layers |= {"vocab_size_per_layer_input": VOCAB_SIZE, "global_head_dim": 32}
+    seen = {"use_bidirectional_attention": "vision", "sliding_window": 8}
+    patches = {"patch_size": 8, "pooling_kernel_size": 2}
+    config = transformers.Gemma4Config(
+        vision_config={**VISION, **patches, "head_dim": 16, "num_key_value_heads": 3},
+        text_config={**TEXT, **layers, **of_layers, **seen},
+        **{"image_token_id": image, "boi_token_id": 7, "eoi_token_id": 8},
+    )
+    kind = {"image_processor_type": "Gemma4ImageProcessor", "max_soft_tokens": 70}
+    return config, kind | patches
+
+
 def processor_of(source):
     """transformers' image processor, with Pillow's pixels, not torchvision's."""
     fields = json.loads((source / "preprocessor_config.json").read_text())
@@ -208,6 +225,7 @@ FAMILIES = {
     "mistral3": mistral3,
     "lfm2_vl": lfm2_vl,
     "gemma3": gemma3,
+    "gemma4": gemma4,
 }
 
 
@@ -221,7 +239,7 @@ def save(folder, family):
         if weight.dim() > 1:
             torch.nn.init.normal_(weight, std=0.08)
     model.save_pretrained(folder)
-    place = "<start_of_image>" if family == "gemma3" else MARKS[0]
+    place = PLACE if family == "gemma3" else MARKS[0]
     (folder / "chat_template.jinja").write_text(TEMPLATE.replace(MARKS[0], place))
     (folder / "preprocessor_config.json").write_text(json.dumps(processor))
 
@@ -275,13 +293,14 @@ def wanted(both, messages, images, tokens=24):
     if whole.config.model_type == "smolvlm":
         del given["pixel_attention_mask"]
     others = ("num_patches", "rows", "cols", "image_rows", "image_cols", "num_crops")
+    others += ("num_soft_tokens_per_image",)
     for name in others:
         given.pop(name, None)
     if whole.config.model_type == "lfm2_vl":
         del given["image_sizes"]
     given["input_ids"] = torch.tensor([ids])
     is_row = (given["input_ids"] == whole.config.image_token_id).int()
-    if "image_grid_thw" in given:
+    if "image_grid_thw" in given or "image_position_ids" in given:
         given["mm_token_type_ids"] = is_row
     if whole.config.model_type == "gemma3":
         given["token_type_ids"] = is_row
@@ -296,16 +315,16 @@ SIZES = [(50, 83), (83, 50), (1, 1), (3, 500), (128, 128), (200, 90), (32, 32)]
 
 def pictures_of(given):
     """The pictures [3, height, width] that a processor gives, whole or in patches."""
-    pixels = given["pixel_values"]
+    pixels, shapes = given["pixel_values"], given.get("spatial_shapes")
+    if "image_position_ids" in given:
+        shapes = given["image_position_ids"].max(1)[:, ::-1] + 1
     if "image_grid_thw" in given:
         for _, height, width in given["image_grid_thw"]:  # two frames, in squares of 2
             squares = pixels.reshape(height // 2, width // 2, 2, 2, 3, 2, 8, 8)
             frame = squares[:, :, :, :, :, 0].transpose(4, 0, 2, 5, 1, 3, 6)
             yield frame.reshape(3, 8 * height, 8 * width)
-    elif "spatial_shapes" in given:
-        for (height, width), patches in zip(
-            given["spatial_shapes"], pixels, strict=True
-        ):
+    elif shapes is not None:
+        for (height, width), patches in zip(shapes, pixels, strict=True):
             image = patches[: height * width].reshape(height, width, 8, 8, 3)
             image = image.transpose(4, 0, 2, 1, 3)
             yield image.reshape(3, 8 * height, 8 * width)
@@ -483,6 +502,15 @@ def test_a_camera_and_the_command_line(both, tmp_path):
     done = CliRunner().invoke(cli, [*talk, "--temperature", "0"], input="a\n/image y\n")
     assert done.stdout.startswith(said.text)
     assert "No such file" in done.stderr
+
+
+@pytest.mark.parametrize("both", ["gemma3"], indirect=True)
+@pytest.mark.parametrize("text", ["a\n{0}b", "{0}\n\nb", "{0}{0}", "\n{0}\n{0}\n"])
+def test_line_breaks_beside_a_picture_are_tokens_of_the_whole_text(both, text):
+    parts, images = both[0].parts, [picture(1)] * text.count("{0}")
+    placed, _ = parts.place_pictures(parts.text.encode(text.format(PLACE)), images)
+    whole = text.format(cut(images[0], both[0].bundle.vision).text)
+    assert placed == parts.text.encode(whole)
 
 
 @pytest.mark.parametrize("both", ["qwen3_vl"], indirect=True)

@@ -169,6 +169,13 @@ def _fitting(size: Size, vision: Vision) -> Size:
         squares = (math.ceil(math.floor(edge / scale) / side) for edge in size)
         width, height = (side * max(1, count) for count in squares)
         return width, height
+    if vision.least == vision.most:
+        scale = math.sqrt(vision.most / area)
+        width, height = (math.floor(scale * edge / side) for edge in size)
+        if not width * height:
+            longest = min(max(size) // min(size), vision.most // side**2)
+            width, height = (longest, 1) if width else (1, longest)
+        return side * width, side * height
     # LFM2-VL's edges have at least a square; Qwen's ratio is bounded instead.
     fewest = int(vision.tiling == GRID)
     if not fewest and max(size) > MAX_RATIO * min(size):
