@@ -48,7 +48,7 @@ def _encode_idefics(model: Any, pixels: Tensor) -> Tensor:
     return rows
 
 
-def _encode_intern(model: Any, pixels: Tensor) -> Tensor:
+def _encode_tile(model: Any, pixels: Tensor) -> Tensor:
     rows: Tensor = model.get_image_features(pixel_values=pixels).pooler_output
     return rows
 
@@ -81,6 +81,10 @@ def _taps(positions: Tensor, side: int) -> list[Tensor]:
 def _encode_mistral(model: Any, pixels: Tensor, positions: Tensor) -> Tensor:
     tower, projector = model.vision_tower, model.multi_modal_projector
     patches = pixels.view(-1, 3, tower.patch_size, tower.patch_size)
+    layers = range(tower.config.num_hidden_layers + 1)[
+        model.config.vision_feature_layer
+    ]
+    tower.transformer.layers = tower.transformer.layers[:layers]
     states = tower.ln_pre(tower.patch_conv(patches).flatten(1)[None])
     turns = tower.patch_positional_embedding(states, positions.flatten(0, 1))
     states = tower.transformer(states, position_embeddings=turns).last_hidden_state
@@ -154,61 +158,45 @@ def _idefics_fields(processor: Any, config: Any) -> dict[str, Any]:
     return {"tiling": kind, "edge": processor.size["longest_edge"], "side": side}
 
 
-def _intern_fields(processor: Any, config: Any) -> dict[str, Any]:
-    tiles = processor.min_patches, processor.max_patches
-    crops = {"tiling": GRID, "tiles": tiles} if processor.crop_to_patches else {}
-    return _gemma_fields(processor, config) | crops
-
-
-def _gemma_fields(processor: Any, config: Any) -> dict[str, Any]:
-    return {"tiling": WHOLE, "side": processor.size["height"]}
+def _tile_fields(processor: Any, config: Any) -> dict[str, Any]:
+    fields: dict[str, Any] = {"side": processor.size["height"]}
+    if getattr(processor, "crop_to_patches", False):
+        tiles = processor.min_patches, processor.max_patches
+        fields |= {"tiling": GRID, "tiles": tiles}
+    return fields
 
 
 def _qwen_fields(processor: Any, config: Any) -> dict[str, Any]:
     own, patch, size = config.vision_config, processor.patch_size, processor.size
-    fields = {"tiling": WHOLE, "patch": patch, "side": patch * processor.merge_size}
+    fields = {"patch": patch, "side": patch * processor.merge_size}
     fields |= {"least": size["shortest_edge"], "most": size["longest_edge"]}
     windows = 0 if hasattr(own, _TABLE) else own.window_size // fields["side"]
     return fields | {"window": windows}
 
 
 def _mistral_fields(processor: Any, config: Any) -> dict[str, Any]:
-    patch, size = config.vision_config.patch_size, processor.size
-    fields = {
-        "tiling": WHOLE,
-        "patch": patch,
-        "side": patch * config.spatial_merge_size,
-    }
-    return fields | {"edge": size["longest_edge"]}
-
-
-def _gemma4_fields(processor: Any, config: Any) -> dict[str, Any]:
-    side = processor.patch_size * processor.pooling_kernel_size
-    fields = {"tiling": WHOLE, "patch": processor.patch_size, "side": side}
-    return fields | dict.fromkeys(
-        ("least", "most"), processor.max_soft_tokens * side**2
-    )
+    patch, edge = config.vision_config.patch_size, processor.size["longest_edge"]
+    return {"patch": patch, "side": patch * config.spatial_merge_size, "edge": edge}
 
 
 def _lfm_fields(processor: Any, config: Any) -> dict[str, Any]:
-    patch = processor.encoder_patch_size
-    side, area = (
-        patch * config.downsample_factor,
-        (patch * config.downsample_factor) ** 2,
+    patch, tiles = (
+        processor.encoder_patch_size,
+        (processor.min_tiles, processor.max_tiles),
     )
-    least, most = processor.min_image_tokens * area, processor.max_image_tokens * area
-    fields = {
-        "tiling": WHOLE,
-        "patch": patch,
-        "side": side,
-        "least": least,
-        "most": most,
-    }
-    tiles = processor.min_tiles, processor.max_tiles
+    side = patch * config.downsample_factor
+    most, least = processor.max_image_tokens * side**2, processor.min_image_tokens
+    fields = {"patch": patch, "side": side, "least": least * side**2, "most": most}
     if processor.do_image_splitting and tiles != (1, 1):
         fields |= {"tiling": GRID, "tiles": tiles, "span": processor.tile_size // side}
         fields |= {"large": int(most * processor.max_pixels_tolerance) + 1}
     return fields
+
+
+def _gemma_fields(processor: Any, config: Any) -> dict[str, Any]:
+    side = processor.patch_size * processor.pooling_kernel_size
+    area = processor.max_soft_tokens * side**2
+    return {"patch": processor.patch_size, "side": side, "least": area, "most": area}
 
 
 def _by_turns(sections: list[int]) -> list[int]:
@@ -232,8 +220,8 @@ _IDEFICS_TEXT = {
     "end": "<fake_token_around_image>",
 }
 _IDEFICS = Family(_encode_idefics, _idefics_fields, _IDEFICS_TEXT)
-_INTERN = Family(_encode_intern, _intern_fields, {"begin": "<img>", "end": "</img>"})
-_GEMMA_TEXT = {
+_INTERN = Family(_encode_tile, _tile_fields, {"begin": "<img>", "end": "</img>"})
+_GEMMA3_TEXT = {
     "place": "<start_of_image>",
     "begin": "\n\n<start_of_image>",
     "end": "<end_of_image>\n\n",
@@ -244,7 +232,7 @@ _LFM_TEXT = {
     "grid": "<|img_thumbnail|>",
     "end": "<|image_end|>",
 }
-_GEMMA4_TEXT = {"begin": "boi_token_id", "end": "eoi_token_id"}
+_GEMMA_TEXT = {"begin": "boi_token_id", "end": "eoi_token_id"}
 _MISTRAL_TEXT = {"break": "[IMG_BREAK]", "end": "[IMG_END]"}
 _QWEN = Family(_encode_qwen, _qwen_fields, {}, _by_turns)
 FAMILIES = {
@@ -253,8 +241,8 @@ FAMILIES = {
     **{"qwen2_5_vl": Family(_encode_qwen, _qwen_fields, {}, _in_blocks)},
     **{"mistral3": Family(_encode_mistral, _mistral_fields, _MISTRAL_TEXT)},
     **{"lfm2_vl": Family(_encode_lfm, _lfm_fields, _LFM_TEXT)},
-    **{"gemma3": Family(_encode_intern, _gemma_fields, _GEMMA_TEXT)},
-    **{"gemma4": Family(_encode_gemma, _gemma4_fields, _GEMMA4_TEXT)},
+    **{"gemma3": Family(_encode_tile, _tile_fields, _GEMMA3_TEXT)},
+    **{"gemma4": Family(_encode_gemma, _gemma_fields, _GEMMA_TEXT)},
 }
 """Types whose pictures are read; of other types the language model is read alone."""
 
@@ -262,9 +250,8 @@ FAMILIES = {
 def picture_sizes(source: str, model: Any) -> tuple[int, int, int]:
     """The sizes of a picture's row, of a slot's turns, and of a picture read whole.
 
-    See `StepContract`; 0 for what there is not.
-
-    They are of a folder or hub id of `FAMILIES`, with its image processor.
+    They are of a folder or hub id of `FAMILIES`, with its image processor, or else 0;
+    see `StepContract`.
     """
     fields = read_fields(source, "config.json") or {}
     own = fields.get("vision_config") or {}
@@ -316,9 +303,10 @@ def read_vision(
             model.visual.config._attn_implementation = FULL
         sections = config.get_text_config().rope_parameters.get("mrope_section", ())
         axes = family.axes(list(sections)) if family.axes else []
-        known = {name: getattr(config, mark, 0) for name, mark in family.text.items()}
         marks = {
-            n: tokenizer.convert_ids_to_tokens(id) for n, id in known.items() if id
+            name: tokenizer.convert_ids_to_tokens(getattr(config, mark))
+            for name, mark in family.text.items()
+            if hasattr(config, mark)
         }
         vision = Vision(
             file=file,
@@ -330,12 +318,12 @@ def read_vision(
             text=dict.fromkeys(TEXTS, "") | family.text | marks,
             frequencies=tuple(_frequencies(text) if axes else ()),
             axes=tuple(axes),
-            **{"edge": 0, "least": 1, "most": 1, "rows": 1}
-            | family.fields(processor, config),
+            **_WHOLE | family.fields(processor, config),
         )
     return model.float().eval().requires_grad_(False), family.encode, vision
 
 
+_WHOLE: dict[str, Any] = {"tiling": WHOLE, "edge": 0, "least": 1, "most": 1, "rows": 1}
 _FILTERS = {1: "lanczos", 2: "bilinear", 3: "bicubic"}
 
 
