@@ -55,7 +55,7 @@ def _encode_tile(model: Any, pixels: Tensor) -> Tensor:
 
 def _encode_qwen(model: Any, *inputs: Tensor) -> Tensor:
     pixels, positions, *others = (x.flatten(0, 1) if x.dim() > 1 else x for x in inputs)
-    pixels = pixels.view(len(pixels), 3, 1, -1).expand(-1, -1, 2, -1)  # two frames
+    pixels = pixels.view(pixels.shape[0], 3, 1, -1).expand(-1, -1, 2, -1)  # two frames
     names = ("window_index", "cu_window_seqlens")
     if hasattr(model.config.vision_config, _TABLE):
         names = ("interp_indices", "interp_weights")
@@ -97,15 +97,19 @@ def _encode_mistral(model: Any, pixels: Tensor, positions: Tensor) -> Tensor:
 def _encode_lfm(model: Any, pixels: Tensor, positions: Tensor) -> Tensor:
     tower, projector = model.vision_tower, model.multi_modal_projector
     own, places = tower.embeddings, positions.flatten(0, 1)
-    side = own.position_embedding_size
-    table = own.position_embedding.weight.view(side, side, -1)
-    size = places.amax(0, keepdim=True) + 1
-    by_line = own.resize_positional_embeddings(table, size, len(places))[0]
+    # The table of positions is resized as by a bilinear filter with antialiasing.
+    entries = torch.arange(own.position_embedding_size)
+    scale = len(entries) / (places.amax(0) + 1)
+    middle = (places + 0.5) * scale - 0.5
+    distance = (entries - middle[..., None]).abs() / scale.clamp(min=1)[:, None]
+    shares = (1 - distance).clamp(min=0)  # [n, 2, entries]
+    shares = shares / shares.sum(-1, keepdim=True)
+    shares = (shares[:, 0, :, None] * shares[:, 1, None]).flatten(1)
     states = own.patch_embedding(_colours_last(pixels))
-    states = states + by_line[places[:, 0] * size[0, 1] + places[:, 1]]
+    states = states + shares @ own.position_embedding.weight
     states = tower.encoder(states[None], attention_mask=None).last_hidden_state
     projector.factor = 1  # The patches of a square stand together already.
-    squares = tower.post_layernorm(states).view(1, len(pixels), 1, -1)
+    squares = tower.post_layernorm(states).view(1, pixels.shape[0], 1, -1)
     rows: Tensor = projector(squares)
     return rows
 
