@@ -265,10 +265,11 @@ def picture_sizes(source: str, model: Any) -> tuple[int, int, int]:
     deep = own.get("deepstack_visual_indexes", ())
     width = model.get_input_embeddings().weight.shape[1]
     turns = len(_frequencies(model)) if family.axes else 0
-    config = transformers.AutoConfig.from_pretrained(source, **NO_OWN_CODE)
-    whole = getattr(config, "mm_tokens_per_image", 0)
-    if getattr(config.get_text_config(), BOTH_WAYS, None) == "vision":
-        whole = _read_processor(source).max_soft_tokens
+    with as_checkpoint_error(source):
+        config = transformers.AutoConfig.from_pretrained(source, **NO_OWN_CODE)
+        whole = getattr(config, "mm_tokens_per_image", 0)
+        if getattr(config.get_text_config(), BOTH_WAYS, None) == "vision":
+            whole = _read_processor(source).max_soft_tokens
     return width * (1 + len(deep)), turns, whole
 
 
@@ -300,7 +301,7 @@ def read_vision(
         tokenizer = transformers.AutoTokenizer.from_pretrained(source, **NO_OWN_CODE)
         config, model = whole.config, whole.model
         family = FAMILIES[config.model_type]
-        for name in ("text_model", "language_model"):
+        for name in ("text_model", "language_model", "audio_tower", "embed_audio"):
             if hasattr(model, name):
                 setattr(model, name, None)
         if family.encode is _encode_qwen:

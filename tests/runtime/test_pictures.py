@@ -21,9 +21,10 @@ from transformers import image_processing_backends
 
 import jetdraft
 from jetdraft.bundle import MAX_PIXELS, SPLIT, TEXTS, WHOLE, Vision
+from jetdraft.checkpoints.vision import _read_processor
 from jetdraft.cli import main as cli
 from jetdraft.contracts.step_contract import StepContract
-from jetdraft.errors import ContractError, OptionError
+from jetdraft.errors import ContractError, OptionError, UnsupportedModelError
 from jetdraft.runtime.passes.pictures import PictureRows, cut, read_picture
 from jetdraft.server import Limits
 from jetdraft.server.app import Service
@@ -260,6 +261,8 @@ def both(request, once):
         config = transformers.LlamaConfig(**{**TEXT, "num_hidden_layers": 1})
         transformers.LlamaForCausalLM(config).save_pretrained(drafter)
         source, sizes = folder / "checkpoint", {"capacity": 256}
+        if request.param == "gemma3":  # fewer rows than an image has
+            sizes["max_width"] = 12
         exported(source, folder / "bundle", drafter=drafter, **sizes)
 
     folder = once(f"sees-{request.param}", make)
@@ -525,7 +528,7 @@ def test_a_picture_is_encoded_ahead_while_another_is_read(both):
     assert said.token_ids == wanted(both, messages, [ahead], 8)[1]
 
 
-def rows_of_a_fake(answers):
+def rows_of_a_fake(answers, **fields):
     """Buffers of 8 rows, whose encoder gives the answers in turn, or raises them."""
 
     def run(_, inputs):
@@ -535,7 +538,7 @@ def rows_of_a_fake(answers):
         return (np.full((1, 4, 2), answer, np.float32),)
 
     encoder = SimpleNamespace(run=run)
-    contract = StepContract(9, 8, 8, "float32", ((1, 16),), picture_size=2)
+    contract = StepContract(9, 8, 8, "float32", ((1, 16),), picture_size=2, **fields)
     return PictureRows(lambda: encoder, LONE, contract)
 
 
@@ -567,6 +570,15 @@ def test_an_encoder_that_fails_leaves_no_rows_behind(fault):
     assert encode(TILES[1])[1:5] == kept[1][1:5]
 
 
+def test_a_pass_never_cuts_a_picture_whose_rows_see_each_other():
+    rows = rows_of_a_fake(iter([1]), whole_pictures=True)
+    rows.encode(PROMPT, 5, TILES[:1], list, bool)
+    assert [rows.next_rows(slot, 9) for slot in (0, 1, 5)] == [(1, 0), (4, 4), (9, 0)]
+    assert [rows.boundary(kept) for kept in (1, 3, 5)] == [1, 1, 5]
+    rows.encode([1, 2], 5, [], list, bool)
+    assert rows.next_rows(0, 9) == (9, 0)
+
+
 def test_turns_are_written_again_after_an_interrupt(monkeypatch):
     """A text alone must not turn like the prompt before it, whose picture is gone."""
     contract = StepContract(9, 16, 8, "float32", ((1, 4),), picture_size=2, turn_size=1)
@@ -585,6 +597,21 @@ def test_turns_are_written_again_after_an_interrupt(monkeypatch):
     monkeypatch.undo()
     model.encode([1, 2], 5, [], list, bool)
     assert (model.values["cosines"].numpy() == plain).all()
+
+
+@pytest.mark.parametrize(
+    ("fact", "fields"),
+    [
+        ("do_pan_and_scan: True", {"do_pan_and_scan": True}),
+        ("do_resize: False", {"do_resize": False}),
+        ("scales by 1", {"rescale_factor": 1}),
+    ],
+)
+def test_other_steps_of_an_image_processor_are_refused(tmp_path, fact, fields):
+    kind = {"image_processor_type": "Gemma3ImageProcessor"}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(kind | fields))
+    with pytest.raises(UnsupportedModelError, match=fact):
+        _read_processor(str(tmp_path))
 
 
 def test_a_text_of_a_bundle_is_no_form():
