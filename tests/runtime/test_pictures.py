@@ -239,6 +239,8 @@ def save(folder, family):
     for weight in model.parameters():
         if weight.dim() > 1:
             torch.nn.init.normal_(weight, std=0.08)
+    # Else the tiny Gemma 4 says it, and transformers reads padding in its place.
+    model.get_input_embeddings().weight.data[config.image_token_id] = 0
     model.save_pretrained(folder)
     place = PLACE if family == "gemma3" else MARKS[0]
     (folder / "chat_template.jinja").write_text(TEMPLATE.replace(MARKS[0], place))
