@@ -16,6 +16,7 @@ from jetdraft.checkpoints.defaults import read_fields
 from jetdraft.checkpoints.folder import NO_OWN_CODE, as_checkpoint_error, stored_dtype
 from jetdraft.errors import UnsupportedModelError
 from jetdraft.ort import no_progress_bars, silenced
+from jetdraft.parsing import MAX_SIZE
 
 # Files of which a folder has one if its pictures are read.
 PROCESSORS = ("preprocessor_config.json", "processor_config.json")
@@ -191,10 +192,10 @@ def _lfm_fields(processor: Any, config: Any) -> dict[str, Any]:
     side = patch * config.downsample_factor
     most, least = processor.max_image_tokens * side**2, processor.min_image_tokens
     fields = {"patch": patch, "side": side, "least": least * side**2, "most": most}
-    if processor.do_image_splitting and tiles != (1, 1):
-        fields |= {"tiling": GRID, "tiles": tiles, "span": processor.tile_size // side}
-        fields |= {"large": int(most * processor.max_pixels_tolerance) + 1}
-    return fields
+    splits = processor.do_image_splitting and tiles != (1, 1)
+    large = int(most * processor.max_pixels_tolerance) + 1 if splits else MAX_SIZE
+    fields |= {"large": large, "span": processor.tile_size // side}
+    return fields | {"tiling": GRID, "tiles": tiles}
 
 
 def _gemma_fields(processor: Any, config: Any) -> dict[str, Any]:
