@@ -167,9 +167,9 @@ class Vision:
 
     The graph in `file` makes `rows` rows of a square, float32 [1, 3, `side`, `side`]
     with this `mean` and `std`; their ids begin at `first_row`. By `tiling` a picture is
-    split after its longer edge is resized to `edge`, or fills the best grid of tiles if
-    it has over `large` pixels, or is resized to one square; `filter` is Pillow's. A
-    grid has `tiles` (from, to) of `span` x `span` squares.
+    split after its longer edge is resized to `edge`, or fills the best grid of `tiles`
+    (from, to) if it has at least `large` pixels, or is resized to one square; `filter`
+    is Pillow's. A tile of a grid has `span` x `span` squares.
 
     With `patch` the picture keeps its ratio: of `least` to `most` pixels, or an edge of
     at most `edge`. Its squares, a row each, hold patches of `patch` pixels; `window` is
