@@ -155,28 +155,31 @@ class Embedding:
 
 
 # Values of `Vision.tiling`, and keys of `Vision.text`.
-SPLIT, GRID, WHOLE, PATCHES = TILINGS = ("split", "grid", "whole", "patches")
+SPLIT, GRID, WHOLE = TILINGS = ("split", "grid", "whole")
 MAX_PIXELS = 1 << 26  # Of a picture, and of all pictures of a prompt.
 MAX_TILES, MAX_SIDE = 64, 4096  # Tiles in a grid; pixels of an edge.
-TEXTS = ("begin", "tile", "line", "grid", "whole", "end")
+TEXTS = ("place", "begin", "tile", "break", "line", "grid", "whole", "end")
 
 
 @dataclass(frozen=True)
 class Vision:
     """How a model reads pictures, from its config and its image processor's.
 
-    The graph in `file` makes `rows` rows of a tile, float32 [1, 3, `side`, `side`] with
-    this `mean` and `std`; their ids begin at `first_row`. By `tiling` a picture is
-    split after its longer edge is resized to `edge`, or fills the best grid of `least`
-    to `most` tiles, or is resized to one tile; `filter` is Pillow's. Or it becomes
-    patches of `edge` pixels, in squares of `side` pixels that make a row each, of
-    `least` to `most` pixels in all; `table` is the edge of a table of positions, and
-    `window` the edge of windows, in rows.
+    The graph in `file` makes `rows` rows of a square, float32 [1, 3, `side`, `side`]
+    with this `mean` and `std`; their ids begin at `first_row`. By `tiling` a picture is
+    split after its longer edge is resized to `edge`, or fills the best grid of `tiles`
+    (from, to) if it has at least `large` pixels, or is resized to one square; `filter`
+    is Pillow's. A tile of a grid has `span` x `span` squares.
 
-    A prompt has the text `token` for each picture, which becomes: `text["begin"]`,
-    "tile" before each tile, "line" after each row of tiles, "grid" after all, "whole"
-    before the tile with the whole picture, and "end". Pairs of a head turn with
-    `frequencies`, by the `axes` of a row: its place in the text, its line and column.
+    With `patch` the picture keeps its ratio: of `least` to `most` pixels, or an edge of
+    at most `edge`. Its squares, a row each, hold patches of `patch` pixels; `window` is
+    the edge of windows, in rows.
+
+    A prompt has `text["place"]`, or else `token`, for each picture, which becomes:
+    "begin", "tile" before each tile, "break" between lines of squares, "line" after
+    each row of tiles, "grid" after all, "whole" before the whole picture, and "end".
+    Pairs of a head turn with `frequencies`, by the `axes` of a row: its place in the
+    text, its line and column.
     """
 
     file: FileName
@@ -192,26 +195,29 @@ class Vision:
     mean: tuple[float, float, float]
     std: tuple[float, float, float]
     text: dict[str, str]
-    table: Count = 0
+    patch: Count = 0
+    span: Size = 1
+    tiles: tuple[Size, Size] = (1, 1)
+    large: Count = 0
     window: Count = 0
     frequencies: tuple[float, ...] = ()
     axes: tuple[Annotated[int, in_range(0, 2)], ...] = ()
 
     def check(self, contract: StepContract) -> None:
         """Raise `ValueError` for fields that contradict each other or `contract`."""
-        patches, turns = self.tiling == PATCHES, contract.turn_size
-        most = MAX_PIXELS if patches else MAX_TILES
+        turns, (fewest, most) = contract.turn_size, self.tiles
         facts = {
             "texts of a picture are missing": self.text.keys() == {*TEXTS},
             "rows of pictures have ids of words": self.first_row >= contract.vocab_size,
             "a deviation is 0": all(self.std),
             "there are more rows than slots": self.rows <= contract.capacity,
-            "the bounds of a picture": self.least <= self.most <= most,
-            "a tile is too large": self.side <= MAX_SIDE,
+            "the bounds of a picture": self.least <= self.most <= MAX_PIXELS,
+            "the bounds of a grid": fewest <= most <= MAX_TILES,
+            "a tile is too large": self.side * self.span <= MAX_SIDE,
             "turns do not fit": len(self.frequencies) == len(self.axes) == turns,
-            "only squares have places": patches or not self.axes,
-            "patches do not fill squares": not patches
-            or (self.edge > 0 and self.side % self.edge == 0),
+            "only squares have places": bool(self.patch) or not self.axes,
+            "patches do not fill squares": not self.patch
+            or self.side % self.patch == 0,
             "no longer edge": int(self.tiling == SPLIT) <= self.edge <= MAX_SIDE,
         }
         for fact, holds in facts.items():

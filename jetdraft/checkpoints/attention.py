@@ -30,7 +30,8 @@ class StepState:
     index of the last row in them. `windows` has a sliding window per layer, 0 for none;
     `bias` [1, 1, n, capacity] is added to the scores. Rows after the first `rows` see
     each layer's `prefix` too. `experts` has each layer's choices int64 [n, k], as
-    numbers that no two layers share; layers so far have `expert_count` experts.
+    numbers that no two layers share; layers so far have `expert_count` experts. Rows
+    `picture`, all or none, see each other.
     """
 
     cursor: Tensor
@@ -46,6 +47,7 @@ class StepState:
     states: States = field(default_factory=States)
     experts: list[Tensor] = field(default_factory=list)
     expert_count: int = 0
+    picture: Tensor | None = None
 
     def lender_of(self, layer: int, key: Tensor, value: Tensor) -> int:
         """Return the layer whose buffers hold these new rows: mostly `layer` itself."""
@@ -55,9 +57,12 @@ class StepState:
         return lender
 
 
+BOTH_WAYS = "use_bidirectional_attention"  # By "vision" in windows of an image only.
+
+
 def attends_both_ways(config: Any) -> bool:
-    """Whether a text's rows see the rows after them; by "vision" only an image's do."""
-    return (getattr(config, "use_bidirectional_attention", "") or "vision") != "vision"
+    """Whether a text's rows see the rows after them."""
+    return (getattr(config, BOTH_WAYS, "") or "vision") != "vision"
 
 
 _active_states: list[StepState] = []
@@ -157,6 +162,10 @@ def attend(
     output, *present = compute(call, state)
     if lender == layer:
         state.present[layer] = (present[0], present[1])
+    in_windows = getattr(getattr(module, "config", None), BOTH_WAYS, None) == "vision"
+    if state.picture is not None and (sliding_window or not in_windows):
+        seen = _see_picture(call, *state.present[lender], state.picture, state)
+        output = output.index_copy(1, state.picture, seen)
     if prefix is not None:
         behind = state.rows + prefix[0].shape[2]
         output = torch.cat([output[:, : state.rows], output[:, behind:]], 1)
@@ -294,6 +303,27 @@ def _run_eagerly(call: _AttentionInputs, state: StepState) -> tuple[Tensor, ...]
     weights = scores.softmax(-1)[..., : start + rows].to(call.query.dtype)
     # Some families view the result as rows.
     return (weights @ all_values).transpose(1, 2).contiguous(), keys, values
+
+
+def _see_picture(
+    call: _AttentionInputs, keys: Tensor, values: Tensor, rows: Tensor, state: StepState
+) -> Tensor:
+    """Attend of a picture's rows to all rows so far: [1, n, heads, d]."""
+    (_, kv_heads, _, size), count = keys.shape, rows.shape[0]
+    groups = call.query.shape[1] // kv_heads
+    query = call.query[:, :, rows].reshape(1, kv_heads, groups * count, size)
+    # Only what is small is transposed: without a picture this takes no time.
+    scores = (keys @ query.transpose(2, 3)).transpose(2, 3).float() * call.scale
+    if call.softcap:
+        scores = call.softcap * torch.tanh(scores / call.softcap)
+    slots = torch.arange(keys.shape[2])
+    hidden = (slots > state.last_row)[None]
+    if call.window:
+        hidden = hidden | (slots <= (state.cursor + rows)[:, None] - call.window)
+    scores = scores.view(1, kv_heads, groups, count, len(slots))
+    weights = scores.masked_fill(hidden, -torch.inf).softmax(-1).to(values.dtype)
+    seen = weights.flatten(2, 3) @ values
+    return seen.view(1, kv_heads * groups, count, size).transpose(1, 2)
 
 
 AttentionInterface.register(IMPLEMENTATION, attend)

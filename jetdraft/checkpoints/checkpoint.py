@@ -53,7 +53,7 @@ class Checkpoint:
     start_token_ids: tuple[int, ...] = ()
     speech: Speech | None = None
     embedding: Embedding | None = None
-    picture_sizes: tuple[int, int] = (0, 0)
+    picture_sizes: tuple[int, int, int] = (0, 0, 0)
 
     @classmethod
     def load(cls, source: str, dtype: torch.dtype, keeps_grids: bool = False) -> Self:

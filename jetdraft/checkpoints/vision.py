@@ -2,8 +2,10 @@
 
 import logging
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,12 +17,14 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.flop_counter import FlopCounterMode
 
-from jetdraft.bundle import GRID, PATCHES, SPLIT, TEXTS, WHOLE, Vision
+from jetdraft.bundle import GRID, SPLIT, TEXTS, WHOLE, Vision
+from jetdraft.checkpoints.attention import BOTH_WAYS
 from jetdraft.checkpoints.defaults import read_fields
 from jetdraft.checkpoints.folder import NO_OWN_CODE, as_checkpoint_error, stored_dtype
 from jetdraft.devices.cost_model import Encoder, EncoderWork
 from jetdraft.errors import UnsupportedModelError
 from jetdraft.ort import no_progress_bars, silenced
+from jetdraft.parsing import MAX_SIZE
 from jetdraft.runtime.passes.pictures import Size, cut, encoder_inputs
 
 # Files of which a folder has one if its pictures are read.
@@ -36,7 +40,8 @@ class Family:
 
     `encode` makes rows from the inner model and the tensors of `encoder_inputs`.
     `fields` gives fields of `Vision` by processor and config; `text` has what `TEXTS`
-    names. With `axes` the rows of a picture turn by line and column too.
+    names, or the config's field with a token's id. With `axes` the rows of a picture
+    turn by line and column too.
     """
 
     encode: Callable[..., Tensor]
@@ -54,22 +59,88 @@ def _encode_idefics(model: Any, pixels: Tensor) -> Tensor:
     return rows
 
 
-def _encode_intern(model: Any, pixels: Tensor) -> Tensor:
+def _encode_tile(model: Any, pixels: Tensor) -> Tensor:
     rows: Tensor = model.get_image_features(pixel_values=pixels).pooler_output
     return rows
 
 
 def _encode_qwen(model: Any, *inputs: Tensor) -> Tensor:
     pixels, positions, *others = (x.flatten(0, 1) if x.dim() > 1 else x for x in inputs)
+    pixels = pixels.view(pixels.shape[0], 3, 1, -1).expand(-1, -1, 2, -1)  # two frames
     names = ("window_index", "cu_window_seqlens")
     if hasattr(model.config.vision_config, _TABLE):
         names = ("interp_indices", "interp_weights")
+        others = _taps(positions, model.visual.num_grid_per_side)
     given: dict[str, Any] = dict(zip(names, others, strict=True))
     ends = torch.zeros(1, dtype=torch.int32)
     given |= {"cu_seqlens": ends, "max_seqlen": 1, "max_window_seqlen": 1}
-    seen = model.visual(pixels, grid_thw=None, position_ids=positions, **given)
+    seen = model.visual(pixels.flatten(1), None, position_ids=positions, **given)
     deep = getattr(seen, "deepstack_features", None) or ()
     return torch.cat([seen.pooler_output, *deep], -1)
+
+
+def _taps(positions: Tensor, side: int) -> list[Tensor]:
+    """The four entries of a table [side, side] nearest to each patch, and weights."""
+    exact = positions * (side - 1) / positions.amax(0).clamp(min=1)
+    near = exact.floor()[..., None] + torch.arange(2)  # [n, 2, 2]
+    shares = (1 - (exact[..., None] - near).abs()).clamp(min=0)
+    near = near.clamp(max=side - 1).long()
+    taps = near[:, 0, :, None] * side + near[:, 1, None]
+    return [taps.flatten(1), (shares[:, 0, :, None] * shares[:, 1, None]).flatten(1)]
+
+
+def _encode_mistral(model: Any, pixels: Tensor, positions: Tensor) -> Tensor:
+    tower, projector = model.vision_tower, model.multi_modal_projector
+    patches = pixels.view(-1, 3, tower.patch_size, tower.patch_size)
+    layers = range(tower.config.num_hidden_layers + 1)[
+        model.config.vision_feature_layer
+    ]
+    tower.transformer.layers = tower.transformer.layers[:layers]
+    states = tower.ln_pre(tower.patch_conv(patches).flatten(1)[None])
+    turns = tower.patch_positional_embedding(states, positions.flatten(0, 1))
+    states = tower.transformer(states, position_embeddings=turns).last_hidden_state
+    squares = projector.norm(states).view(*positions.shape[:2], -1).transpose(1, 2)
+    merged = projector.patch_merger.merging_layer(squares.flatten(1))
+    rows: Tensor = projector.linear_2(projector.act(projector.linear_1(merged)))
+    return rows
+
+
+def _encode_lfm(model: Any, pixels: Tensor, positions: Tensor) -> Tensor:
+    tower, projector = model.vision_tower, model.multi_modal_projector
+    own, places = tower.embeddings, positions.flatten(0, 1)
+    # The table of positions is resized as by a bilinear filter with antialiasing.
+    entries = torch.arange(own.position_embedding_size)
+    scale = len(entries) / (places.amax(0) + 1)
+    middle = (places + 0.5) * scale - 0.5
+    distance = (entries - middle[..., None]).abs() / scale.clamp(min=1)[:, None]
+    shares = (1 - distance).clamp(min=0)  # [n, 2, entries]
+    shares = shares / shares.sum(-1, keepdim=True)
+    shares = (shares[:, 0, :, None] * shares[:, 1, None]).flatten(1)
+    states = own.patch_embedding(_colours_last(pixels))
+    states = states + shares @ own.position_embedding.weight
+    states = tower.encoder(states[None], attention_mask=None).last_hidden_state
+    projector.factor = 1  # The patches of a square stand together already.
+    squares = tower.post_layernorm(states).view(1, pixels.shape[0], 1, -1)
+    rows: Tensor = projector(squares)
+    return rows
+
+
+def _encode_gemma(model: Any, pixels: Tensor, positions: Tensor) -> Tensor:
+    tower, places = model.vision_tower, positions.flatten(0, 1).flip(-1)[None]
+    states = tower.patch_embedder(
+        _colours_last(pixels)[None], places, places[..., 0] < 0
+    )
+    states = tower.encoder(states, None, places).last_hidden_state
+    squares = states.view(*positions.shape[:2], -1).mean(1) * states.shape[-1] ** 0.5
+    if tower.config.standardize:
+        squares = (squares - tower.std_bias) * tower.std_scale
+    rows: Tensor = model.embed_vision(squares)
+    return rows
+
+
+def _colours_last(pixels: Tensor) -> Tensor:
+    """Patches [n, numbers] with the three numbers of a pixel side by side."""
+    return pixels.flatten(0, 1).view(-1, 3, pixels.shape[2] // 3).mT.flatten(1)
 
 
 def attend_fully(
@@ -117,21 +188,45 @@ def _idefics_fields(processor: Any, config: Any) -> dict[str, Any]:
     return {"tiling": kind, "edge": processor.size["longest_edge"], "side": side}
 
 
-def _intern_fields(processor: Any, config: Any) -> dict[str, Any]:
-    fields: dict[str, Any] = {"tiling": WHOLE, "side": processor.size["height"]}
-    if processor.crop_to_patches:
-        numbers = {"least": processor.min_patches, "most": processor.max_patches}
-        fields |= {"tiling": GRID, **numbers}
+def _tile_fields(processor: Any, config: Any) -> dict[str, Any]:
+    fields: dict[str, Any] = {"side": processor.size["height"]}
+    if getattr(processor, "crop_to_patches", False):
+        tiles = processor.min_patches, processor.max_patches
+        fields |= {"tiling": GRID, "tiles": tiles}
     return fields
 
 
 def _qwen_fields(processor: Any, config: Any) -> dict[str, Any]:
-    own, edge, size = config.vision_config, processor.patch_size, processor.size
-    fields = {"tiling": PATCHES, "edge": edge, "side": edge * processor.merge_size}
+    own, patch, size = config.vision_config, processor.patch_size, processor.size
+    fields = {"patch": patch, "side": patch * processor.merge_size}
     fields |= {"least": size["shortest_edge"], "most": size["longest_edge"]}
-    if hasattr(own, _TABLE):
-        return fields | {"table": int(own.num_position_embeddings**0.5)}
-    return fields | {"window": own.window_size // fields["side"]}
+    windows = 0 if hasattr(own, _TABLE) else own.window_size // fields["side"]
+    return fields | {"window": windows}
+
+
+def _mistral_fields(processor: Any, config: Any) -> dict[str, Any]:
+    patch, edge = config.vision_config.patch_size, processor.size["longest_edge"]
+    return {"patch": patch, "side": patch * config.spatial_merge_size, "edge": edge}
+
+
+def _lfm_fields(processor: Any, config: Any) -> dict[str, Any]:
+    patch, tiles = (
+        processor.encoder_patch_size,
+        (processor.min_tiles, processor.max_tiles),
+    )
+    side = patch * config.downsample_factor
+    most, least = processor.max_image_tokens * side**2, processor.min_image_tokens
+    fields = {"patch": patch, "side": side, "least": least * side**2, "most": most}
+    splits = processor.do_image_splitting and tiles != (1, 1)
+    large = int(most * processor.max_pixels_tolerance) + 1 if splits else MAX_SIZE
+    fields |= {"large": large, "span": processor.tile_size // side}
+    return fields | {"tiling": GRID, "tiles": tiles}
+
+
+def _gemma_fields(processor: Any, config: Any) -> dict[str, Any]:
+    side = processor.patch_size * processor.pooling_kernel_size
+    area = processor.max_soft_tokens * side**2
+    return {"patch": processor.patch_size, "side": side, "least": area, "most": area}
 
 
 def _by_turns(sections: list[int]) -> list[int]:
@@ -155,28 +250,52 @@ _IDEFICS_TEXT = {
     "end": "<fake_token_around_image>",
 }
 _IDEFICS = Family(_encode_idefics, _idefics_fields, _IDEFICS_TEXT)
-_INTERN = Family(_encode_intern, _intern_fields, {"begin": "<img>", "end": "</img>"})
+_INTERN = Family(_encode_tile, _tile_fields, {"begin": "<img>", "end": "</img>"})
+_GEMMA3_TEXT = {
+    "place": "<start_of_image>",
+    "begin": "\n\n<start_of_image>",
+    "end": "<end_of_image>\n\n",
+}
+_LFM_TEXT = {
+    "begin": "<|image_start|>",
+    "tile": "<|img_row_{row}_col_{column}|>",
+    "grid": "<|img_thumbnail|>",
+    "end": "<|image_end|>",
+}
+_GEMMA_TEXT = {"begin": "boi_token_id", "end": "eoi_token_id"}
+_MISTRAL_TEXT = {"break": "[IMG_BREAK]", "end": "[IMG_END]"}
 _QWEN = Family(_encode_qwen, _qwen_fields, {}, _by_turns)
 FAMILIES = {
     **{"idefics3": _IDEFICS, "smolvlm": _IDEFICS, "internvl": _INTERN},
     **{"qwen3_vl": _QWEN, "qwen3_vl_moe": _QWEN, "qwen3_5": _QWEN},
     **{"qwen2_5_vl": Family(_encode_qwen, _qwen_fields, {}, _in_blocks)},
+    **{"mistral3": Family(_encode_mistral, _mistral_fields, _MISTRAL_TEXT)},
+    **{"lfm2_vl": Family(_encode_lfm, _lfm_fields, _LFM_TEXT)},
+    **{"gemma3": Family(_encode_tile, _tile_fields, _GEMMA3_TEXT)},
+    **{"gemma4": Family(_encode_gemma, _gemma_fields, _GEMMA_TEXT)},
 }
 """Types whose pictures are read; of other types the language model is read alone."""
 
 
-def picture_sizes(source: str, model: Any) -> tuple[int, int]:
-    """The sizes of a picture's row and of a slot's turns, see `StepContract`; or 0, 0.
+def picture_sizes(source: str, model: Any) -> tuple[int, int, int]:
+    """The sizes of a picture's row, of a slot's turns, and of a picture read whole.
 
-    They are of a folder or hub id of `FAMILIES`, with its image processor.
+    They are of a folder or hub id of `FAMILIES`, with its image processor, or else 0;
+    see `StepContract`.
     """
     fields = read_fields(source, "config.json") or {}
-    family = _family_of(source)
+    own, family = fields.get("vision_config") or {}, _family_of(source)
     if family is None:
-        return 0, 0
-    deep = fields["vision_config"].get("deepstack_visual_indexes", ())
+        return 0, 0, 0
+    deep = own.get("deepstack_visual_indexes", ())
     width = model.get_input_embeddings().weight.shape[1]
-    return width * (1 + len(deep)), len(_frequencies(model)) if family.axes else 0
+    turns = len(_frequencies(model)) if family.axes else 0
+    with as_checkpoint_error(source):
+        config = transformers.AutoConfig.from_pretrained(source, **NO_OWN_CODE)
+        whole = getattr(config, "mm_tokens_per_image", 0)
+        if getattr(config.get_text_config(), BOTH_WAYS, None) == "vision":
+            whole = _read_processor(source).max_soft_tokens
+    return width * (1 + len(deep)), turns, whole
 
 
 def _family_of(source: str) -> Family | None:
@@ -214,13 +333,19 @@ def read_vision(
         family = FAMILIES[config.model_type]
         sections = config.get_text_config().rope_parameters.get("mrope_section", ())
         axes = family.axes(list(sections)) if family.axes else []
+        marks = {
+            name: tokenizer.convert_ids_to_tokens(getattr(config, mark))
+            for name, mark in family.text.items()
+            if hasattr(config, mark)
+        }
+        words = dict.fromkeys(TEXTS, "") | family.text | marks
         vision = Vision(
             file=file,
             token=tokenizer.convert_ids_to_tokens(config.image_token_id),
             first_row=text.get_input_embeddings().weight.shape[0],
             frequencies=tuple(_frequencies(text) if axes else ()),
             axes=tuple(axes),
-            **_cutting(source, family, config),
+            **_cutting(source, family, config) | {"text": words},
         )
         model = _without_text(whole).float().eval().requires_grad_(False)
         return model, family.encode, vision
@@ -266,9 +391,12 @@ def count_work(source: str, sizes: Sequence[Size]) -> Encoder | None:
         vision, work = replace(vision, rows=rows.numel() // rows.shape[-1]), []
         for width, height in sizes:
             tiles = cut(np.zeros((height, width, 3), np.uint8), vision)
-            passes, (_, operations, held) = len(tiles.pixels), encode(tiles.pixels[0])
-            sums = round(passes * operations / 1e9, 3), round(held / 1e6, 3)
-            work.append(EncoderWork(width, height, tiles.rows, passes, *sums))
+            shapes = Counter(tile.shape for tile in tiles.pixels)
+            each = [(n, *encode(np.zeros(s, np.uint8))[1:]) for s, n in shapes.items()]
+            gflop = round(sum(n * operations for n, operations, _ in each) / 1e9, 3)
+            held = round(max(held for *_, held in each) / 1e6, 3)
+            passes = len(tiles.pixels)
+            work.append(EncoderWork(width, height, tiles.rows, passes, gflop, held))
         weights = sum(weight.numel() for weight in model.parameters())
         return Encoder(weights, rows.shape[-1], tuple(work))
 
@@ -280,7 +408,7 @@ _OPERATIONS = {_FLASH: lambda q, k, *_, **__: 4 * math.prod(q) * k[2]}  # By sha
 def _without_text(whole: Any) -> Any:
     """The inner model of a checkpoint, without its language model."""
     model = whole.model
-    for name in ("text_model", "language_model"):
+    for name in ("text_model", "language_model", "audio_tower", "embed_audio"):
         if hasattr(model, name):
             setattr(model, name, None)
     for config in [m.config for m in model.modules() if hasattr(m, "config")]:
@@ -290,16 +418,13 @@ def _without_text(whole: Any) -> Any:
 
 def _cutting(source: str, family: Family, config: Any) -> dict[str, Any]:
     """The fields of `Vision` that say how pictures are cut, but for a tile's rows."""
-    processor = transformers.AutoImageProcessor.from_pretrained(
-        source, backend="pil", **NO_OWN_CODE
-    )
-    _check_steps(source, processor)
-    return {
+    processor = _read_processor(source)
+    fields = {"tiling": WHOLE, "edge": 0, "least": 1, "most": 1, "rows": 1}
+    return fields | {
         "filter": _FILTERS[int(processor.resample)],
         "mean": tuple(processor.image_mean),
         "std": tuple(processor.image_std),
-        "text": {name: family.text.get(name, "") for name in TEXTS},
-        **{"edge": 0, "least": 1, "most": 1, "rows": 1},
+        "text": dict.fromkeys(TEXTS, ""),
         **family.fields(processor, config),
     }
 
@@ -307,9 +432,24 @@ def _cutting(source: str, family: Family, config: Any) -> dict[str, Any]:
 _FILTERS = {1: "lanczos", 2: "bilinear", 3: "bicubic"}
 
 
-def _check_steps(source: str, processor: Any) -> None:
-    steps = ("do_resize", "do_rescale", "do_normalize")
-    does_all = all(getattr(processor, step) for step in steps)
-    if not does_all or abs(processor.rescale_factor * 255 - 1) > 1e-6:
-        fact = f"the image processor of {source} does not resize, rescale and normalize"
+def _read_processor(source: str) -> Any:
+    """The fields of an image processor, if it has the usual steps."""
+    files = [read_fields(source, name) or {} for name in PROCESSORS]
+    fields = files[1].get("image_processor", {}) | files[0]
+    if str(fields.get("image_processor_type")).startswith("Lfm2Vl"):
+        processor = SimpleNamespace(**fields)  # transformers' needs torchvision
+    else:
+        processor = transformers.AutoImageProcessor.from_pretrained(
+            source, backend="pil", **NO_OWN_CODE
+        )
+    steps = dict.fromkeys(("do_resize", "do_rescale", "use_thumbnail"), 1)
+    for step, does in {**steps, "do_center_crop": 0, "do_pan_and_scan": 0}.items():
+        if bool(getattr(processor, step, does)) != does:
+            fact = f"the image processor of {source} has {step}: {not does}"
+            raise UnsupportedModelError(f"{fact}; see docs/images.md")
+    if not processor.do_normalize:
+        processor.image_mean, processor.image_std = [0.0] * 3, [1.0] * 3
+    if abs(processor.rescale_factor * 255 - 1) > 1e-6:
+        fact = f"the image processor of {source} scales by {processor.rescale_factor}"
         raise UnsupportedModelError(f"{fact}; see docs/images.md")
+    return processor

@@ -15,6 +15,7 @@ from jetdraft.contracts.tensors import (
     PREFIX,
     PROBES,
     ROWS,
+    SEEN,
     SLOTS,
     TensorSpec,
 )
@@ -69,6 +70,7 @@ STATE_ROWS = TensorSpec("state_rows", "int64", (2,))
 # The inputs with the row and the stream of each probe, and with the prefix rows.
 _PROBE_INPUTS = [TensorSpec(f"probe_{n}", "int64", (PROBES,)) for n in ("rows", "ids")]
 PICTURES = "pictures"  # The input with the rows of pictures.
+PICTURE_ROWS = TensorSpec("picture_rows", "int64", (SEEN,))
 TURNS = ("cosines", "sines")  # The inputs with the rotation of each slot.
 PREFIX_ROWS = TensorSpec("prefix_rows", "int64", (PREFIX,))
 
@@ -104,6 +106,8 @@ class StepContract:
     Instead of an embedding it may read one of `capacity` rows of `picture_size`, whose
     numbers beyond an embedding's are added to the states after the first layers. With a
     `turn_size` its keys are rotated by `TURNS`, two numbers of a slot for each pair.
+    With `whole_pictures` a pass reads a picture alone, and its `PICTURE_ROWS`, which
+    are all or none, see each other.
 
         contract = StepContract(
             vocab_size=4096, capacity=2048, max_width=128, dtype="float32",
@@ -139,6 +143,7 @@ class StepContract:
     states: tuple[tuple[Size, ...], ...] = ()
     experts: Count = 0
     picture_size: Count = 0
+    whole_pictures: bool = False
     turn_size: Count = 0
 
     def __post_init__(self) -> None:
@@ -151,6 +156,8 @@ class StepContract:
             and recent != self.ahead - 1,
             "guesses need features as an input, or buffers": self.guesses
             and not (read or self.kv_shapes),
+            "pictures that see each other need floats": self.whole_pictures
+            and self.kv_bits,
             "a sound needs slots of a source": self.source_bins
             and not self.source_slots,
             f"{self.spare_slots} spare slots do not hold a block of {self.block}": (
@@ -213,6 +220,7 @@ class StepContract:
             *([SELECTING] if self.selection else []),
             *self.selections("past"),
             *self.picture_inputs,
+            *([PICTURE_ROWS] if self.whole_pictures else []),
             *([STATE_ROWS] if self.states else []),
             *self.buffers("past"),
             *self.state_tensors("past"),

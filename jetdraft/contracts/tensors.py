@@ -15,6 +15,7 @@ Int64s = npt.NDArray[np.int64]
 UInt64s = npt.NDArray[np.uint64]
 # The dynamic axes: rows of a pass, rows it answers for, probes, prefix rows, and all.
 ROWS, ANSWERS, PROBES, PREFIX, ALL = "n", "m", "r", "p", "n+b"
+SEEN = "v"  # Rows of a picture that is read whole.
 # The name of the axis of slots in buffers of another graph, which may have more.
 SLOTS = "s"
 
@@ -43,6 +44,7 @@ class TensorSpec:
         probes: int = 0,
         members: int = 1,
         prefix: int = 0,
+        seen: int = 0,
     ) -> tuple[int, ...]:
         """The shape in a pass; `members` and `prefix` are fields of the contract."""
         prefix = prefix if probes else 0
@@ -51,6 +53,7 @@ class TensorSpec:
             ANSWERS: answers,
             PROBES: probes,
             PREFIX: prefix,
+            SEEN: seen,
             ALL: rows + prefix + probes * members,
             SLOTS: rows + 1,  # of the example buffers of a trace
         }

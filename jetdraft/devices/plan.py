@@ -272,8 +272,8 @@ class Board:
         """Add to `work` the ms of the encoder; on a CPU reading alone is known."""
         mode, share = self.mode, self.efficiency
         reading = encoder.weight_mb(self.target) / mode.bandwidth_gbs / share.bandwidth
-        part = share.compute.get(self.device.compute_capability, 0.0)
-        computing = work.gflop / (mode.fp16_tflops * part) if part else 0.0
+        known = share is not BOUND
+        computing = work.gflop / mode.fp16_tflops / share.compute if known else 0.0
         ms = work.passes * (share.pass_ms + reading) + computing
         return {**vars(work), "at_least_ms": round(ms, 1)}
 

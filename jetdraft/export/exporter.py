@@ -239,9 +239,11 @@ def _make_contract(
         feature_size=checkpoint.taps.size if checkpoint.taps else 0,
         draft_vocab=drafted if name == DRAFTER else 0,
     )
-    size, turns = checkpoint.picture_sizes
+    size, turns, whole = checkpoint.picture_sizes
     is_cut = checkpoint.taps is not None and bool(checkpoint.taps.cut)
     if name == TARGET and size and not (is_cut or probes):
+        widest = max(whole, contract.max_width)
+        contract = replace(contract, max_width=widest, whole_pictures=whole > 0)
         contract = replace(contract, picture_size=size, turn_size=turns)
     elif name == TARGET and size:
         fact = "a target with streams, or in halves, reads no images"

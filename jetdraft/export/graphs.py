@@ -12,7 +12,7 @@ import onnx_ir as ir
 import torch
 from torch import Tensor
 
-from jetdraft.bundle import PATCHES, SCATTERED, STREAMS, TARGET, Vision, adapter_file
+from jetdraft.bundle import SCATTERED, STREAMS, TARGET, Vision, adapter_file
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.parameters import make_inputs_constant
 from jetdraft.checkpoints.streams import StreamedModel
@@ -165,7 +165,7 @@ def write_vision(job: Job, contract: StepContract) -> Vision:
     source, text = job.checkpoint.source, job.checkpoint.model
     seeing, encode, vision = read_vision(source, text, file.name)
     step = VisionStep(seeing, contract, vision, encode)
-    if vision.tiling != PATCHES:
+    if not vision.patch:
         with torch.no_grad():
             vision = replace(vision, rows=step(*step.example_inputs())[0].shape[1])
     names = {id(weight): f"vision.{n}" for n, weight in seeing.named_parameters()}

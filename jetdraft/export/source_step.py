@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutput
 
-from jetdraft.bundle import PATCHES, Vision
+from jetdraft.bundle import Vision
 from jetdraft.checkpoints import attention
 from jetdraft.checkpoints.attention import KeysAndValues, SourceState, StepState
 from jetdraft.contracts.step_contract import StepContract
@@ -162,7 +162,7 @@ class VisionStep(Step):
     ) -> None:
         super().__init__(model, contract)
         self._encode = encode
-        self._is_flexible = vision.tiling == PATCHES
+        self._is_flexible = vision.patch > 0
         squares = _TRACED_SQUARES if self._is_flexible else 1
         pixels = np.zeros((vision.side * squares, vision.side, 3), np.uint8)
         self._example = encoder_inputs(pixels, vision)

@@ -19,7 +19,7 @@ from jetdraft.contracts.tensors import HIDDEN, TensorSpec
 from jetdraft.errors import JetdraftError, UnsupportedModelError
 
 # Different sizes, so that the tracer does not merge two axes into one.
-TRACED_ROWS, TRACED_ANSWERS, TRACED_PROBES = 7, 5, 6
+TRACED_ROWS, TRACED_ANSWERS, TRACED_PROBES, TRACED_SEEN = 7, 5, 6, 4
 CUT = "cut_hidden"  # An extra output: the hidden states at the cut.
 _FUSION_PREFIX = "features"  # Begins the names of a fusion's weights.
 Specs = tuple[TensorSpec, ...]
@@ -65,7 +65,12 @@ class Step(torch.nn.Module):
         """Return values to trace with for the inputs before the buffers."""
         rows = torch.arange(TRACED_ROWS)
         rows_of_pass = TRACED_ROWS, TRACED_ANSWERS, TRACED_PROBES
-        sizes = (*rows_of_pass, self.contract.members, self.contract.prefix)
+        sizes = (
+            *rows_of_pass,
+            self.contract.members,
+            self.contract.prefix,
+            TRACED_SEEN,
+        )
         values = {
             "position_ids": rows[None],
             "total_length": torch.tensor([TRACED_ROWS], dtype=torch.int32),
@@ -88,6 +93,8 @@ class Step(torch.nn.Module):
         if len(rows) == bool(self.contract.states):
             return self.outputs(state, input_ids, position_ids, answer_rows)
         seen = len(self.contract.picture_inputs)
+        if self.contract.whole_pictures:
+            state.picture = rows[seen]
         with seeing(self.model, input_ids, position_ids, *rows[:seen]) as words:
             return self.outputs(state, words, position_ids, answer_rows)
 
@@ -179,7 +186,9 @@ def seeing(
         (rotary,) = (m for m in model.modules() if hasattr(m, "inv_freq"))
         hooks.append(rotary.register_forward_hook(lambda *_: own))
     try:
-        yield ids.clamp(max=first - 1)
+        # Gemma 4 reads padding's embeddings of each layer for a picture.
+        padding = model.config.get_text_config().pad_token_id or 0
+        yield ids.masked_fill(ids >= first, max(padding, 0))
     finally:
         for hook in hooks:
             hook.remove()

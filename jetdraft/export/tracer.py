@@ -18,7 +18,7 @@ import torch
 
 from jetdraft.checkpoints.parameters import fold_graph, make_inputs_constant
 from jetdraft.contracts.step_contract import StepContract
-from jetdraft.contracts.tensors import ANSWERS, PREFIX, PROBES, ROWS, TensorSpec
+from jetdraft.contracts.tensors import ANSWERS, PREFIX, PROBES, ROWS, SEEN, TensorSpec
 from jetdraft.errors import UnsupportedModelError
 from jetdraft.export.step import TRACED_ROWS, Step, exporting, zeros
 from jetdraft.ort import silenced
@@ -130,6 +130,7 @@ def _dynamic_shapes(
 ) -> list[dict[int, Any] | None]:
     widest = max(TRACED_ROWS + 1, contract.max_width)
     dims = {axis: torch.export.Dim(axis, min=1, max=widest) for axis in (ROWS, ANSWERS)}
+    dims[SEEN] = torch.export.Dim(SEEN, min=0, max=widest)
     dims[PROBES] = torch.export.Dim(PROBES, min=0, max=16 * widest)
     dims[PREFIX] = torch.export.Dim(PREFIX, min=0, max=max(2, contract.prefix))
     shapes, auto = (enumerate(spec.shape) for spec in specs), torch.export.Dim.AUTO

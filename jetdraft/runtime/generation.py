@@ -191,6 +191,8 @@ class Generation:
         kept = prefix.reusable_rows(seen, exact)
         for proposer in self.proposers:
             kept = self._target.cache.resumable(proposer.keep(kept))
+        if parts.target.pictures is not None:
+            kept = parts.target.pictures.boundary(kept)
         self.stats.reused_tokens = kept
         prefix.forget()  # while rows and states change, Ctrl-C leaves nothing to reuse
         self._target.cache.rewind(kept)
@@ -222,10 +224,13 @@ class Generation:
     def _prefill(self) -> None:
         """Run what the cache lacks of the prompt, without its last token, in passes."""
         cache, prompt = self._target.cache, self.prompt
+        pictures = self.parts.target.pictures
         prefills = prefill_widths(self._target.contract)
         while cache.length < len(prompt) - 1 and not self.watcher.must_end():
-            unread = len(prompt) - 1 - cache.length
-            width = self._prefill_width(unread, prefills)
+            unread, picture = len(prompt) - 1 - cache.length, 0
+            if pictures is not None:
+                unread, picture = pictures.next_rows(cache.length, unread)
+            width = picture or self._prefill_width(unread, prefills)
             tokens = prompt[cache.length : cache.length + min(unread, width)]
             answer = self._target.run(tokens, last_only=True, width=width)
             cache.advance(len(tokens))

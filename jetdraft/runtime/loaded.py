@@ -290,22 +290,29 @@ class LoadedBundle:
             if images:
                 raise OptionError(NO_IMAGES, "images")
             return prompt, []
-        token = self.picture_token
-        places = [place for place, id in enumerate(prompt) if id == token]
+        token, mark = self.picture_token, vision.text["place"] or vision.token
+        mark_id = self.text.token_id(mark)
+        places = [place for place, id in enumerate(prompt) if id == mark_id]
         if len(places) != len(images):
             fact = f"the prompt has {len(places)} places for {len(images)} images"
-            fix = f"write {vision.token} for each, or chat"
+            fix = f"write {mark} for each, or chat"
             raise OptionError(f"{fact}; {fix}", "images")
         pictures, ids, start = list[Tiles](), list[int](), 0
         capacity = self.target.contract.capacity
         for place, image in zip(places, images, strict=True):
             pictures.append(cut(image, vision))
-            rows = self.text.encode(pictures[-1].text, False)
+            text, ids = pictures[-1].text, [*ids, *prompt[start:place]]
+            # Line breaks around a picture are one token with its own, as in a text.
+            while text.startswith("\n") and ids and self._breaks_line(ids[-1]):
+                text = self.text.decode([ids.pop()]) + text
+            start = place + 1
+            while text.endswith("\n") and self._breaks_line(*prompt[start : start + 1]):
+                text, start = text + self.text.decode([prompt[start]]), start + 1
+            rows = self.text.encode(text, False)
             if sum(id == token for id in rows) != pictures[-1].rows:
                 fact = f"the tokenizer has no token {vision.token}"
                 raise BundleError(f"{fact}; export the bundle again")
-            ids += [*prompt[start:place], *rows]
-            start = place + 1
+            ids += rows
             if len(ids) > capacity:
                 break  # further images would change nothing
         ids += prompt[start:]
@@ -315,6 +322,10 @@ class LoadedBundle:
             fix = "give fewer images, or export with a larger --capacity"
             raise OptionError(f"{fact}; {fix}", "images")
         return ids, pictures
+
+    def _breaks_line(self, *ids: int) -> bool:
+        text = self.text.decode(ids)
+        return bool(text) and not text.strip("\n")
 
     def encode_pictures(
         self,

@@ -1,12 +1,14 @@
 """Models that read pictures, against transformers: tiles, logits, texts, the server."""
 
 import base64
+import importlib
 import io
 import json
 import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import onnx
@@ -16,20 +18,16 @@ import transformers
 from click.testing import CliRunner
 from PIL import Image
 from tokenizers import AddedToken
+from transformers import image_processing_backends
 
 import jetdraft
-from jetdraft.bundle import MAX_PIXELS, PATCHES, SPLIT, TEXTS, WHOLE, Vision
+from jetdraft.bundle import MAX_PIXELS, SPLIT, TEXTS, WHOLE, Vision
 from jetdraft.checkpoints.streams import PromptSettings
-from jetdraft.checkpoints.vision import count_work
+from jetdraft.checkpoints.vision import _read_processor, count_work
 from jetdraft.cli import main as cli
 from jetdraft.contracts.step_contract import StepContract
-from jetdraft.errors import ContractError, OptionError
-from jetdraft.runtime.passes.pictures import (
-    PictureRows,
-    cut,
-    encoder_inputs,
-    read_picture,
-)
+from jetdraft.errors import ContractError, OptionError, UnsupportedModelError
+from jetdraft.runtime.passes.pictures import PictureRows, cut, read_picture
 from jetdraft.server import Limits
 from jetdraft.server.app import Service
 from tests.programs import printed
@@ -40,8 +38,11 @@ from tests.tiny import VOCAB_SIZE, exported, save_prompts, save_tokenizer
 CAMERA = Path(__file__).parents[2] / "examples" / "camera.py"
 SIDE = 32
 MARKS = ["<image>", "<fake_token_around_image>", "<global-img>", "<img>", "</img>"]
+PLACE = "<start_of_image>"
+MARKS += ["[IMG_BREAK]", "[IMG_END]", PLACE, "<end_of_image>"]
 MARKS += [f"<row_{r}_col_{c}>" for r in range(1, 5) for c in range(1, 5)]
 ADDED = [AddedToken(mark, special=True, normalized=False) for mark in MARKS]
+ADDED += [AddedToken("\n" * count, normalized=False) for count in (2, 3, 4)]
 TEMPLATE = (
     "{% for m in messages %}{{ m['role'] }}:{% if m['content'] is string %}"
     "{{ m['content'] }}{% else %}{% for p in m['content'] %}{{ '<image>' if p['type'] "
@@ -104,6 +105,109 @@ def qwen(kind, text, vision, sections):
     return make
 
 
+def mistral3(image):
+    config = transformers.Mistral3Config(
+        vision_config={**VISION, "model_type": "pixtral", "patch_size": 8},
+        text_config={**TEXT, "model_type": "mistral"},
+        **{"spatial_merge_size": 2, "image_token_id": image},
+    )
+    square = {"height": 16, "width": 16}  # as transformers' Processor gives it
+    kind = {"image_processor_type": "PixtralImageProcessor"}
+    return config, {**kind, "size": {"longest_edge": 192}, "patch_size": square}
+
+
+def lfm2_vl(image):
+    layers = {"layer_types": ["conv", "full_attention"]}
+    kind, table = {"model_type": "siglip2_vision_model"}, {"num_patches": 16}
+    config = transformers.Lfm2VlConfig(
+        vision_config={**VISION, **kind, **table, "patch_size": 8},
+        text_config={**TEXT, **layers, "model_type": "lfm2"},
+        **{"projector_hidden_size": 40, "image_token_id": image},
+    )
+    sizes = {"encoder_patch_size": 8, "tile_size": 32, "min_tiles": 2, "max_tiles": 6}
+    tokens = {"min_image_tokens": 3, "max_image_tokens": 10}
+    steps = dict.fromkeys(["do_resize", "do_rescale", "do_normalize", "use_thumbnail"])
+    return config, {
+        "image_processor_type": "Lfm2VlImageProcessorFast",
+        **dict.fromkeys(steps, True) | sizes | tokens,
+        **{"do_image_splitting": True, "max_pixels_tolerance": 2.0, "resample": 2},
+        **{"image_mean": [0.5] * 3, "image_std": [0.4] * 3, "rescale_factor": 1 / 255},
+    }
+
+
+def gemma3(image):
+    layers = {"layer_types": ["sliding_attention", "full_attention"]}
+    config = transformers.Gemma3Config(
+        vision_config={**VISION, "image_size": SIDE, "patch_size": 4},
+        text_config={**TEXT, **layers, "sliding_window": 8},
+        **{"image_token_id": image, "mm_tokens_per_image": 16},
+    )
+    sizes = {"size": {"height": SIDE, "width": SIDE}}
+    return config, {"image_processor_type": "Gemma3ImageProcessor", **sizes}
+
+
+def gemma4(image):
+    layers = {"layer_types": ["sliding_attention", "full_attention"]}
+    of_layers = {"hidden_size_per_layer_input": 32}
+    of_layers |= {"vocab_size_per_layer_input": VOCAB_SIZE, "global_head_dim": 32}
+    seen = {"use_bidirectional_attention": "vision", "sliding_window": 8}
+    patches = {"patch_size": 8, "pooling_kernel_size": 2}
+    config = transformers.Gemma4Config(
+        vision_config={**VISION, **patches, "head_dim": 16, "num_key_value_heads": 3},
+        text_config={**TEXT, **layers, **of_layers, **seen},
+        **{"image_token_id": image, "boi_token_id": 7, "eoi_token_id": 8},
+    )
+    kind = {"image_processor_type": "Gemma4ImageProcessor", "max_soft_tokens": 70}
+    return config, kind | patches
+
+
+def processor_of(source):
+    """transformers' image processor, with Pillow's pixels, not torchvision's."""
+    fields = json.loads((source / "preprocessor_config.json").read_text())
+    if "Lfm2" not in fields["image_processor_type"]:
+        return transformers.AutoImageProcessor.from_pretrained(source, backend="pil")
+
+    def resize(_, images, size, resample, **__):
+        pictures = [Image.fromarray(x.permute(1, 2, 0).numpy()) for x in images]
+        sized = [p.resize((size.width, size.height), resample) for p in pictures]
+        return torch.from_numpy(np.stack(sized)).permute(0, 3, 1, 2)
+
+    def normalize(_, images, mean, std, **__):
+        return (images - mean[:, None, None]) / std[:, None, None]
+
+    backend = image_processing_backends.TorchvisionBackend
+    backend.resize, backend.normalize = resize, normalize
+    kind = of_transformers("lfm2_vl.image_processing_lfm2_vl", "Lfm2VlImageProcessor")
+    return kind(**fields, return_row_col_info=True)
+
+
+def of_transformers(module, name):
+    """A class of transformers whose module imports torchvision, which is missing."""
+    names = ["torchvision", "torchvision.transforms", "torchvision.transforms.v2"]
+    fake = SimpleNamespace(functional=SimpleNamespace(InterpolationMode=None))
+    with mock.patch.dict(sys.modules, dict.fromkeys(names, fake)):
+        return getattr(importlib.import_module(f"transformers.models.{module}"), name)
+
+
+def text_by_transformers(processor, given):
+    """What stands for a picture in a prompt; None where that takes a tokenizer."""
+    name, own = type(processor).__name__, {"image_token": MARKS[0]}
+    if name == "Lfm2VlImageProcessor":
+        kind = of_transformers("lfm2_vl.processing_lfm2_vl", "Lfm2VlProcessor")
+        own |= {"image_start_token": "<|image_start|>", "image_processor": processor}
+        own |= {"image_end_token": "<|image_end|>"}
+        own |= {"image_thumbnail_token": "<|img_thumbnail|>"}
+    elif name == "PixtralImageProcessorPil":
+        kind = of_transformers("pixtral.processing_pixtral", "PixtralProcessor")
+        own |= {"image_break_token": "[IMG_BREAK]", "image_end_token": "[IMG_END]"}
+        own |= {"patch_size": 8, "spatial_merge_size": 2}
+    else:
+        return None
+    made = object.__new__(kind)
+    made.__dict__.update(own)
+    return made.replace_image_token(given, 0, use_image_special_tokens=True)
+
+
 TABLE = {"num_position_embeddings": 64}
 HYBRID = {
     **{"layer_types": ["linear_attention", "full_attention"]},
@@ -121,6 +225,10 @@ FAMILIES = {
     ),
     "qwen2_5_vl": qwen("qwen2_5_vl", {"rope": {}}, WINDOWS, [4, 2, 2]),
     "qwen3_5": qwen("qwen3_5", HYBRID, TABLE, [4, 2, 2]),
+    "mistral3": mistral3,
+    "lfm2_vl": lfm2_vl,
+    "gemma3": gemma3,
+    "gemma4": gemma4,
 }
 
 
@@ -133,8 +241,11 @@ def save(folder, family):
     for weight in model.parameters():
         if weight.dim() > 1:
             torch.nn.init.normal_(weight, std=0.08)
+    # Else the tiny Gemma 4 says it, and transformers reads padding in its place.
+    model.get_input_embeddings().weight.data[config.image_token_id] = 0
     model.save_pretrained(folder)
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    place = PLACE if family == "gemma3" else MARKS[0]
+    (folder / "chat_template.jinja").write_text(TEMPLATE.replace(MARKS[0], place))
     (folder / "preprocessor_config.json").write_text(json.dumps(processor))
 
 
@@ -154,12 +265,14 @@ def both(request, once):
         config = transformers.LlamaConfig(**{**TEXT, "num_hidden_layers": 1})
         transformers.LlamaForCausalLM(config).save_pretrained(drafter)
         source, sizes = folder / "checkpoint", {"capacity": 256}
+        if request.param == "gemma3":  # fewer rows than an image has
+            sizes["max_width"] = 12
         exported(source, folder / "bundle", drafter=drafter, **sizes)
 
     folder = once(f"sees-{request.param}", make)
     source = folder / "checkpoint"
     whole = transformers.AutoModelForImageTextToText.from_pretrained(source).eval()
-    processor = transformers.AutoImageProcessor.from_pretrained(source, backend="pil")
+    processor = processor_of(source)
     with jetdraft.load(folder / "bundle", threads=1) as model:
         yield model, whole, processor
 
@@ -184,12 +297,20 @@ def wanted(both, messages, images, tokens=24):
     if whole.config.model_type == "smolvlm":
         pictures = [pictures]
     given = {**processor(images=pictures, return_tensors="pt")}
-    for name in ("pixel_attention_mask", "num_patches", "rows", "cols"):
+    if whole.config.model_type == "smolvlm":
+        del given["pixel_attention_mask"]
+    others = ("num_patches", "rows", "cols", "image_rows", "image_cols", "num_crops")
+    others += ("num_soft_tokens_per_image",)
+    for name in others:
         given.pop(name, None)
+    if whole.config.model_type == "lfm2_vl":
+        del given["image_sizes"]
     given["input_ids"] = torch.tensor([ids])
-    if "image_grid_thw" in given:
-        is_row = given["input_ids"] == whole.config.image_token_id
-        given["mm_token_type_ids"] = is_row.int()
+    is_row = (given["input_ids"] == whole.config.image_token_id).int()
+    if "image_grid_thw" in given or "image_position_ids" in given:
+        given["mm_token_type_ids"] = is_row
+    if whole.config.model_type == "gemma3":
+        given["token_type_ids"] = is_row
     with torch.no_grad():
         logits = whole(**given).logits[0, -1]
         text = whole.generate(**given, max_new_tokens=tokens, do_sample=False)
@@ -199,14 +320,35 @@ def wanted(both, messages, images, tokens=24):
 SIZES = [(50, 83), (83, 50), (1, 1), (3, 500), (128, 128), (200, 90), (32, 32)]
 
 
+def pictures_of(given):
+    """The pictures [3, height, width] that a processor gives, whole or in patches."""
+    pixels, shapes = given["pixel_values"], given.get("spatial_shapes")
+    if "image_position_ids" in given:
+        shapes = given["image_position_ids"].max(1)[:, ::-1] + 1
+    if "image_grid_thw" in given:
+        for _, height, width in given["image_grid_thw"]:  # two frames, in squares of 2
+            squares = pixels.reshape(height // 2, width // 2, 2, 2, 3, 2, 8, 8)
+            frame = squares[:, :, :, :, :, 0].transpose(4, 0, 2, 5, 1, 3, 6)
+            yield frame.reshape(3, 8 * height, 8 * width)
+    elif shapes is not None:
+        for (height, width), patches in zip(shapes, pixels, strict=True):
+            image = patches[: height * width].reshape(height, width, 8, 8, 3)
+            image = image.transpose(4, 0, 2, 1, 3)
+            yield image.reshape(3, 8 * height, 8 * width)
+    else:
+        yield from pixels.reshape(-1, *pixels.shape[-3:])
+
+
 @pytest.mark.parametrize(("height", "width"), SIZES)
 def test_tiles_are_those_of_the_image_processor(both, height, width):
     model, _, processor = both
     vision, image = model.bundle.vision, picture(1, height, width)
-    tiles = [encoder_inputs(t, vision)["pixels"] for t in cut(image, vision).pixels]
-    given = [Image.fromarray(image)]  # of an array it guesses the axes
-    pixels = processor(images=given, return_tensors="np")["pixel_values"]
-    assert np.allclose(np.concatenate(tiles).ravel(), pixels.ravel(), atol=1e-5)
+    tiles = cut(image, vision)
+    given = processor(images=[Image.fromarray(image)], return_tensors="np")
+    for tile, pixels in zip(tiles.pixels, pictures_of(given), strict=True):
+        scaled = (tile / 255 - vision.mean) / vision.std
+        assert np.allclose(scaled.transpose(2, 0, 1), pixels, atol=1e-5)
+    assert text_by_transformers(processor, given) in (None, tiles.text)
 
 
 def test_a_plan_has_the_rows_of_the_runtime(both):
@@ -436,6 +578,15 @@ def test_a_camera_and_the_command_line(both, tmp_path):
     assert "No such file" in done.stderr
 
 
+@pytest.mark.parametrize("both", ["gemma3"], indirect=True)
+@pytest.mark.parametrize("text", ["a\n{0}b", "{0}\n\nb", "{0}{0}", "\n{0}\n{0}\n"])
+def test_line_breaks_beside_a_picture_are_tokens_of_the_whole_text(both, text):
+    parts, images = both[0].parts, [picture(1)] * text.count("{0}")
+    placed, _ = parts.place_pictures(parts.text.encode(text.format(PLACE)), images)
+    whole = text.format(cut(images[0], both[0].bundle.vision).text)
+    assert placed == parts.text.encode(whole)
+
+
 @pytest.mark.parametrize("both", ["qwen3_vl"], indirect=True)
 def test_a_picture_is_encoded_ahead_while_another_is_read(both):
     model, ahead = both[0], picture(11)
@@ -448,7 +599,7 @@ def test_a_picture_is_encoded_ahead_while_another_is_read(both):
     assert said.token_ids == wanted(both, messages, [ahead], 8)[1]
 
 
-def rows_of_a_fake(answers):
+def rows_of_a_fake(answers, **fields):
     """Buffers of 8 rows, whose encoder gives the answers in turn, or raises them."""
 
     def run(*_):
@@ -458,7 +609,7 @@ def rows_of_a_fake(answers):
         return (np.full((1, 4, 2), answer, np.float32),)
 
     encoder = SimpleNamespace(run=run)
-    contract = StepContract(9, 8, 8, "float32", ((1, 16),), picture_size=2)
+    contract = StepContract(9, 8, 8, "float32", ((1, 16),), picture_size=2, **fields)
     return PictureRows(lambda: encoder, LONE, contract)
 
 
@@ -490,10 +641,19 @@ def test_an_encoder_that_fails_leaves_no_rows_behind(fault):
     assert encode(TILES[1])[1:5] == kept[1][1:5]
 
 
+def test_a_pass_never_cuts_a_picture_whose_rows_see_each_other():
+    rows = rows_of_a_fake(iter([1]), whole_pictures=True)
+    rows.encode(PROMPT, 5, TILES[:1], list, bool)
+    assert [rows.next_rows(slot, 9) for slot in (0, 1, 5)] == [(1, 0), (4, 4), (9, 0)]
+    assert [rows.boundary(kept) for kept in (1, 3, 5)] == [1, 1, 5]
+    rows.encode([1, 2], 5, [], list, bool)
+    assert rows.next_rows(0, 9) == (9, 0)
+
+
 def test_turns_are_written_again_after_an_interrupt(monkeypatch):
     """A text alone must not turn like the prompt before it, whose picture is gone."""
     contract = StepContract(9, 16, 8, "float32", ((1, 4),), picture_size=2, turn_size=1)
-    places = {"frequencies": (0.5,), "axes": (1,), "tiling": PATCHES, "edge": 4}
+    places = {"frequencies": (0.5,), "axes": (1,), "patch": 4}
     model = PictureRows(lambda: None, replace(LONE, **places), contract)
     plain = model.values["cosines"].numpy().copy()
     model._turn([(1, 4, 2)])
@@ -510,6 +670,21 @@ def test_turns_are_written_again_after_an_interrupt(monkeypatch):
     assert (model.values["cosines"].numpy() == plain).all()
 
 
+@pytest.mark.parametrize(
+    ("fact", "fields"),
+    [
+        ("do_pan_and_scan: True", {"do_pan_and_scan": True}),
+        ("do_resize: False", {"do_resize": False}),
+        ("scales by 1", {"rescale_factor": 1}),
+    ],
+)
+def test_other_steps_of_an_image_processor_are_refused(tmp_path, fact, fields):
+    kind = {"image_processor_type": "Gemma3ImageProcessor"}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(kind | fields))
+    with pytest.raises(UnsupportedModelError, match=fact):
+        _read_processor(str(tmp_path))
+
+
 def test_a_text_of_a_bundle_is_no_form():
     texts = {**dict.fromkeys(TEXTS, ""), "tile": "{row:>2000000000}{column}{x}{"}
     split = replace(LONE, tiling=SPLIT, edge=16, text=texts)
@@ -521,7 +696,7 @@ def test_a_text_of_a_bundle_is_no_form():
     [
         {"first_row": 8}, {"std": (1.0, 0.0, 1.0)}, {"rows": 9}, {"least": 2},
         {"side": 5000}, {"axes": (0,)}, {"tiling": SPLIT}, {"text": {}},
-        {"tiling": PATCHES}, {"tiling": PATCHES, "edge": 3}, {"most": 65},
+        {"patch": 3}, {"tiles": (1, 65)}, {"tiles": (2, 1)}, {"span": 600},
     ],
 )  # fmt: skip
 def test_fields_that_contradict_each_other_are_refused(wrong):

@@ -15,7 +15,8 @@ from jetdraft.runtime.passes.buffers import HOST, Memory, Tensor, run_bound
 
 VisibleSlots = Sequence[Sequence[int]]  # Slots that a row attends to beside its own.
 _Slots = tuple[tuple[int, ...], ...]  # By row.
-STEADY = ("answer_rows", "probe_rows", "probe_ids", "prefix_rows", "draft_mask")
+_ROWS = ("answer_rows", "probe_rows", "prefix_rows", "picture_rows")
+STEADY = (*_ROWS, "probe_ids", "draft_mask")
 ON_REQUEST = ("logits", "probe_logits")  # Copied when the host reads them.
 
 

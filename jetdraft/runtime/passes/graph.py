@@ -107,7 +107,8 @@ class Graph:
         if not last_only:
             probes = self._fitting_probes(probing, rows, room - width)
         answers = 0 if silent else 1 if last_only else width
-        size = _PassSize(width, answers, probes, branching=False)
+        is_whole = self.pictures and self.pictures.next_rows(cursor, 0) == (rows, rows)
+        size = _PassSize(width, answers, probes, False, rows if is_whole else 0)
         binding = self._bind(size, room)
         binding.fill(tokens, range(cursor, cursor + width))
         binding.fill_rows("features", features)
@@ -259,6 +260,7 @@ class _PassSize:
     answers: int
     probes: Probes
     branching: bool
+    seen: int = 0  # Rows of a picture that see each other.
 
 
 class _GraphBinding(PassBinding):
@@ -270,7 +272,7 @@ class _GraphBinding(PassBinding):
         given = session.session, contract.inputs, contract.outputs
         buffers = {**graph.cache.buffers, **graph.cache.states, **selected}
         counts = size.width, size.answers, probes.total
-        sizes = *counts, contract.members, contract.prefix
+        sizes = *counts, contract.members, contract.prefix, size.seen
         super().__init__(*given, buffers, sizes, graph.memory, _borrowed(graph))
         self.size, self.pictures = size, graph.pictures
         self.has_bias = contract.has_bias
@@ -281,6 +283,8 @@ class _GraphBinding(PassBinding):
         if contract.streams:
             self.arrays["probe_rows"][:] = probes.rows
             self.arrays["probe_ids"][:] = probes.ids
+        if contract.whole_pictures:
+            self.arrays["picture_rows"][:] = np.arange(size.seen)
         if contract.prefix:
             self.arrays["prefix_rows"][:] = range(len(self.arrays["prefix_rows"]))
         self.answer = answer_of(self.tensors, contract, probes)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from jetdraft.bundle import GRID, MAX_PIXELS, PATCHES, SPLIT, Vision
+from jetdraft.bundle import GRID, MAX_PIXELS, SPLIT, Vision
 from jetdraft.contracts.step_contract import StepContract
 from jetdraft.contracts.tensors import Float32s, Int64s
 from jetdraft.errors import ContractError, OptionError, reason_of
@@ -115,17 +115,17 @@ def _pillow() -> Any:
 
 
 class Tiles(NamedTuple):
-    """What an encoder reads of a picture: uint8 [n, height, width, 3], row by row.
+    """What an encoder reads of a picture: uint8 [height, width, 3], row by row.
 
-    Above one tile, the last is the whole picture. `text` stands in the prompt, with a
-    token for each of the `rows`, which fill `lines` in a picture of patches.
+    The last of several tiles is the whole picture. `text` stands in the prompt, with a
+    token for each of the `rows`; the rows of one tile of patches fill `lines`.
     """
 
-    pixels: npt.NDArray[np.uint8]
+    pixels: Sequence[npt.NDArray[np.uint8]]
     text: str
     rows: int
     digest: bytes
-    lines: int = 0
+    lines: int
 
 
 def cut(picture: npt.NDArray[np.uint8], vision: Vision) -> Tiles:
@@ -135,43 +135,56 @@ def cut(picture: npt.NDArray[np.uint8], vision: Vision) -> Tiles:
     def resized(source: Image, size: Size) -> Image:
         return source.resize(size, _pillow().Resampling[vision.filter.upper()])
 
-    columns = rows = 1
-    if vision.tiling == PATCHES:
-        width, height = _fitting(image.size, vision)
-        whole = np.asarray(resized(image, (width, height)))
-        count = (width // side) * (height // side)
-        text = vision.text["begin"] + vision.token * count + vision.text["end"]
-        return Tiles(whole[None], text, count, _digest(whole), height // side)
-    if vision.edge:
+    columns, rows, edge = 1, 1, side * vision.span
+    if vision.edge and not vision.patch:
         image = resized(image, _longest(image.size, vision.edge))
-    tiled = image
     if vision.tiling == SPLIT:
-        width, height = _multiples(image.size, side)
-        tiled = image = resized(image, (width, height))
-        columns, rows = width // side, height // side
-    elif vision.tiling == GRID:
+        image = resized(image, _multiples(image.size, side))
+        columns, rows = image.width // side, image.height // side
+    elif vision.tiling == GRID and _is_large(image.size, vision):
         columns, rows = _best_grid(image.size, vision)
-    tiled = resized(tiled, (columns * side, rows * side))
-    array = np.asarray(tiled).reshape(rows, side, columns, side, 3).swapaxes(1, 2)
-    tiles = array.reshape(-1, side, side, 3)
-    if len(tiles) > 1:
-        whole = np.asarray(resized(image, (side, side)))
-        tiles = np.concatenate([tiles, whole[None]])
-    count = len(tiles) * vision.rows
-    return Tiles(tiles, _text(vision, columns, rows), count, _digest(tiles))
+    size = _fitting(image.size, vision) if vision.patch else (side, side)
+    tiles = [np.asarray(resized(image, size))]
+    if columns * rows > 1:
+        array = np.asarray(resized(image, (columns * edge, rows * edge)))
+        array = array.reshape(rows, edge, columns, edge, 3).swapaxes(1, 2)
+        tiles = [*array.reshape(-1, edge, edge, 3), *tiles]
+    digest = hashlib.sha256()
+    for tile in tiles:
+        digest.update(repr(tile.shape).encode() + tile.tobytes())
+    count = sum(tile.size // 3 // side**2 for tile in tiles) * vision.rows
+    text = _text(vision, [tile.shape[:2] for tile in tiles], columns)
+    return Tiles(tiles, text, count, digest.digest(), size[1] // side)
 
 
-def _digest(pixels: npt.NDArray[np.uint8]) -> bytes:
-    return hashlib.sha256(repr(pixels.shape).encode() + pixels.tobytes()).digest()
+def _is_large(size: Size, vision: Vision) -> bool:
+    edges = (
+        max(vision.patch, round(edge / vision.side) * vision.side) for edge in size
+    )
+    return math.prod(edges) >= vision.large
 
 
 def _fitting(size: Size, vision: Vision) -> Size:
-    """The size in whole squares with `least` to `most` pixels and about this ratio."""
-    side, area = vision.side, size[0] * size[1]
-    if max(size) > MAX_RATIO * min(size):
+    """The size of a picture in whole squares, of about this ratio."""
+    side, area = vision.side, math.prod(size)
+    if vision.edge:
+        scale = max(1, max(size) / vision.edge)
+        squares = (math.ceil(math.floor(edge / scale) / side) for edge in size)
+        width, height = (side * max(1, count) for count in squares)
+        return width, height
+    if vision.least == vision.most:
+        scale = math.sqrt(vision.most / area)
+        width, height = (math.floor(scale * edge / side) for edge in size)
+        if not width * height:
+            longest = min(max(size) // min(size), vision.most // side**2)
+            width, height = (longest, 1) if width else (1, longest)
+        return side * width, side * height
+    # LFM2-VL's edges have at least a square; Qwen's ratio is bounded instead.
+    fewest = int(vision.tiling == GRID)
+    if not fewest and max(size) > MAX_RATIO * min(size):
         fact = f"the image is {size[0]} x {size[1]}, and longer than {MAX_RATIO} times"
         raise _refusal(f"{fact} its width or height", "cut it")
-    width, height = (round(edge / side) * side for edge in size)
+    width, height = (max(fewest, round(edge / side)) * side for edge in size)
     if width * height > vision.most:
         scale = math.sqrt(area / vision.most)
         squares = (max(1, math.floor(edge / scale / side)) for edge in size)
@@ -186,16 +199,15 @@ def encoder_inputs(pixels: npt.NDArray[np.uint8], vision: Vision) -> dict[str, A
     """The inputs of the encoder's graph for uint8 [height, width, 3], by name.
 
     A tile becomes "pixels" float32 [1, 3, height, width]. In a picture of n squares
-    "pixels" are [n, patches, numbers] (Qwen's have each patch twice, as two frames),
-    with "positions" int64 [n, patches, 2] (line, column), "taps" int64 and "weights"
-    float32 [n, patches, 4] of the table's four nearest entries, and "order" int64 [n]
-    and "windows" int64 [n, patches] of squares sorted by windows.
+    "pixels" are [n, patches, numbers], with "positions" int64 [n, patches, 2] (line,
+    column), and "order" int64 [n] and "windows" int64 [n, patches] of squares sorted by
+    windows.
     """
     mean, std = (np.array(x, np.float32) for x in (vision.mean, vision.std))
     scaled = (pixels.astype(np.float32) * np.float32(1 / 255) - mean) / std
-    if vision.tiling != PATCHES:
+    if not vision.patch:
         return {"pixels": np.ascontiguousarray(scaled.transpose(2, 0, 1)[None])}
-    edge, merged = vision.edge, vision.side // vision.edge
+    edge, merged = vision.patch, vision.side // vision.patch
     lines, columns = pixels.shape[0] // edge, pixels.shape[1] // edge
 
     def in_squares(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
@@ -205,24 +217,11 @@ def encoder_inputs(pixels: npt.NDArray[np.uint8], vision: Vision) -> dict[str, A
         return array.reshape(split).swapaxes(1, 2).reshape(-1, merged**2, *rest)
 
     patches = scaled.reshape(lines, edge, columns, edge, 3).transpose(0, 2, 4, 1, 3)
-    frames = np.repeat(patches[:, :, :, None], 2, 3)
     places = np.stack(np.meshgrid(*map(np.arange, (lines, columns)), indexing="ij"), -1)
     inputs = {
-        "pixels": in_squares(frames.reshape(lines, columns, -1)),
+        "pixels": in_squares(patches.reshape(lines, columns, -1)),
         "positions": in_squares(places),
     }
-    if vision.table:
-        scale = np.float32(vision.table - 1)
-        ends = np.maximum(np.array([lines, columns]) - 1, 1)
-        exact = places.astype(np.float32) * scale / ends.astype(np.float32)
-        near = np.floor(exact)[..., None] + np.arange(2)  # [lines, columns, 2, 2]
-        shares = np.maximum(1 - abs(exact[..., None] - near), 0)
-        near = near.clip(0, vision.table - 1).astype(np.int64)
-        taps = near[..., 0, :, None] * vision.table + near[..., 1, None, :]
-        weights = shares[..., 0, :, None] * shares[..., 1, None, :]
-        flat = (lines, columns, 4)
-        inputs["taps"] = in_squares(taps.reshape(flat))
-        inputs["weights"] = in_squares(weights.reshape(flat).astype(np.float32))
     if vision.window:
         squares = places[::merged, ::merged] // merged // vision.window
         numbers = squares[..., 0] * (columns // merged) + squares[..., 1]
@@ -260,32 +259,33 @@ def _multiples(size: Size, side: int) -> Size:
 
 def _best_grid(size: Size, vision: Vision) -> Size:
     """The columns and rows of tiles with the ratio nearest to the picture's."""
-    most, area = vision.most, size[0] * size[1]
+    (least, most), area = vision.tiles, math.prod(size)
     grids = [(c, r) for c in range(1, most + 1) for r in range(1, most + 1)]
-    grids = [grid for grid in grids if vision.least <= math.prod(grid) <= most]
+    grids = [grid for grid in grids if least <= math.prod(grid) <= most]
     best, difference = (1, 1), math.inf
     for grid in sorted(grids, key=math.prod):
         own = abs(size[0] / size[1] - grid[0] / grid[1])
         # Of equal grids the larger, while the picture fills half of its pixels.
-        fills = area > 0.5 * vision.side**2 * math.prod(grid)
+        fills = area > 0.5 * (vision.side * vision.span) ** 2 * math.prod(grid)
         if own < difference or (own == difference and fills):
             best, difference = grid, own
     return best
 
 
-def _text(vision: Vision, columns: int, rows: int) -> str:
-    """What stands for a picture in the prompt, with a token for each row."""
-    text, own = vision.text, vision.token * vision.rows
-    tiles = [
-        "".join(
-            text["tile"].replace("{row}", row).replace("{column}", column) + own
-            for column in map(str, range(1, columns + 1))
-        )
-        for row in map(str, range(1, (rows if columns * rows > 1 else 0) + 1))
-    ]
-    lines = "".join(line + text["line"] for line in tiles)
-    between = text["grid"] if tiles else ""
-    return f"{text['begin']}{lines}{between}{text['whole']}{own}{text['end']}"
+def _text(vision: Vision, tiles: Sequence[tuple[int, ...]], columns: int) -> str:
+    """What stands in the prompt for tiles of these heights and widths."""
+    text, side, grid = vision.text, vision.side, ""
+    *parts, whole = (
+        text["break"].join([vision.token * (width // side * vision.rows)] * lines)
+        for height, width in tiles
+        for lines in (height // side,)
+    )
+    for place, part in enumerate(parts):
+        row, column = (str(1 + number) for number in divmod(place, columns))
+        grid += text["tile"].replace("{row}", row).replace("{column}", column) + part
+        grid += text["line"] if place % columns == columns - 1 else ""
+    grid += text["grid"] if parts else ""
+    return f"{text['begin']}{grid}{text['whole']}{whole}{text['end']}"
 
 
 class PictureRows:
@@ -308,6 +308,9 @@ class PictureRows:
         self._rows, *self._turns = tensors.values()
         self._firsts: dict[bytes, int] = {}  # The first row of each encoded picture.
         self._filled = 0
+        # First slots and rows of the pictures in `ids` that are read whole.
+        self._whole: list[tuple[int, int]] = []
+        self._reads_whole = contract.whole_pictures
         self.ids: Int64s = np.zeros(0, np.int64)
         self.seconds = 0.0
         self._lock = Lock()
@@ -330,7 +333,7 @@ class PictureRows:
         Without room all pictures are dropped, after `forget`, since their ids get other
         rows. If it `must_end` before all is encoded, the prompt comes back as it is.
         """
-        self.ids = np.zeros(0, np.int64)
+        self.ids, self._whole = np.zeros(0, np.int64), []
         if not pictures:
             self._turn([])
             return prompt
@@ -349,8 +352,21 @@ class PictureRows:
             ids[here] = np.arange(first, first + picture.rows)
             placed.append((int(here[0]), picture.rows, picture.lines))
         self._turn(placed)
+        self._whole = [place[:2] for place in placed if self._reads_whole]
         self.ids = ids
         return list(ids.tolist())
+
+    def next_rows(self, slot: int, unread: int) -> tuple[int, int]:
+        """How many of the unread rows from a slot on a pass may read, or must read."""
+        for first, rows in self._whole:
+            if slot <= first:
+                return (rows, rows) if slot == first else (min(first - slot, unread), 0)
+        return unread, 0
+
+    def boundary(self, kept: int) -> int:
+        """How many of the kept rows remain if no picture is cut."""
+        cut_at = (first for first, rows in self._whole if first < kept < first + rows)
+        return next(cut_at, kept)
 
     def encode_ahead(self, picture: Tiles) -> bool:
         """Encode a picture of a later prompt, from any thread; False without room."""
