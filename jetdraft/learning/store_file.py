@@ -5,15 +5,17 @@ import os
 import sqlite3
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from functools import partial
 from glob import escape
 from pathlib import Path
+from typing import TypeVar
 
 from jetdraft.errors import StoreError, as_error, printable
 from jetdraft.files import check_name
 
+T = TypeVar("T")
 DAMAGE = (sqlite3.Error, UnicodeDecodeError)  # What a damaged file raises.
 _APPLICATION_ID = 0x4A444654  # In the file's header, unlike other databases.
 _ID_OFFSET = 68  # The byte of the file's header where SQLite keeps the application id.
@@ -54,13 +56,15 @@ class StoreFile:
             self._check_tokenizer(database)
         self.path.chmod(0o600)
 
-    def open(self) -> None:
-        """Create or check the file; a damaged file is replaced by an empty one."""
+    def open(self, read: Callable[[], T]) -> T:
+        """Create or check the file, and `read` it; an empty file replaces a damaged."""
         try:
             self.create_or_check()
+            return read()
         except DAMAGE as error:
-            self.move_damaged(error)
-            self.create_or_check()
+            self._move_damaged(error)
+        self.create_or_check()
+        return read()
 
     @contextmanager
     def connect(self) -> Iterator[sqlite3.Connection]:
@@ -69,11 +73,12 @@ class StoreFile:
             database.execute("pragma secure_delete = on")
             yield database
 
-    def is_missing(self) -> bool:
-        """Whether the file does not exist or is empty."""
-        return not self.path.exists() or not self.path.stat().st_size
+    def renew(self) -> None:
+        """Create the file again if it was deleted or emptied, as `create_or_check`."""
+        if not self.path.exists() or not self.path.stat().st_size:
+            self.create_or_check()
 
-    def move_damaged(self, error: Exception) -> None:
+    def _move_damaged(self, error: Exception) -> None:
         """Move the file aside with a warning; `StoreError` unless `error` is damage."""
         if _is_inaccessible(error) or not _is_ours(self.path):
             fact = f"cannot use the store {self.path} ({error})"

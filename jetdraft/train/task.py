@@ -187,11 +187,6 @@ class Sums:
 
         Guess i counts at `place[i]`, int64 [k]; `learned` bool [..., places] has them.
         """
-
-        def by_place(numbers: Tensor) -> Tensor:
-            empty = torch.zeros(learned.shape[-1], device=numbers.device)
-            return empty.index_add(0, place, numbers.float())
-
         # A place that is not guessed stops no draft before it.
         is_right = torch.ones_like(learned)
         is_right[learned] = right
@@ -199,7 +194,8 @@ class Sums:
         before[..., 0] = 1
         reached = before[learned].bool()
         counted = losses, torch.ones_like(losses), right, reached, reached & right
-        return cls(*map(by_place, counted))
+        empty = torch.zeros(learned.shape[-1], device=losses.device)
+        return cls(*(empty.index_add(0, place, each.float()) for each in counted))
 
 
 def sum_fields(parts: Sequence[Any], *names: str) -> list[Tensor]:

@@ -105,8 +105,7 @@ class _SequenceLookup:
 
     def _learn(self, fresh: Sequence[int]) -> None:
         self._automaton.extend(fresh)
-        match = self._automaton.match
-        self._place = match, self._automaton.length(match)
+        self._place = self._automaton.match
 
     def guess_after(self, drafted: Sequence[int], count: int) -> Guess:
         """The tokens after the match, at most as many as matched."""
@@ -166,9 +165,8 @@ class SuffixAutomaton:
     def extend(self, tokens: Iterable[int]) -> None:
         """Append tokens to the current sequence."""
         for token in tokens:
-            self._last = self._append_token(token)
+            ending = self._last = self._append_token(token)
             self._size += 1
-            ending = self._last
             for _ in range(MAX_LINKS):
                 if ending <= ROOT:
                     break
@@ -181,13 +179,11 @@ class SuffixAutomaton:
         self._last = ROOT
 
     @property
-    def match(self) -> int:
-        """The state of the longest ending of the sequence that occurred before."""
+    def match(self) -> tuple[int, int]:
+        """The longest ending of the sequence that occurred before: state and length."""
         occurred_before = self._count[self._last] > 1
-        return self._last if occurred_before else max(self._link[self._last], ROOT)
-
-    def length(self, state: int) -> int:
-        return self._length[state]
+        state = self._last if occurred_before else max(self._link[self._last], ROOT)
+        return state, self._length[state]
 
     def step(self, state: int, length: int, token: int) -> tuple[int, int]:
         """Advance a match of another text by `token`; returns its state and length."""
