@@ -37,8 +37,7 @@ class StoreFile:
     """
 
     def __init__(self, path: Path, tokenizer: str, tables: str) -> None:
-        self.path = path
-        self.tokenizer = tokenizer
+        self.path, self.tokenizer = path, tokenizer
         self._tables = _ABOUT_TABLE + tables
 
     def create_or_check(self) -> None:

@@ -19,7 +19,7 @@ from jetdraft.options import Checked, setting
 from jetdraft.train.data import Batch, Corpus, collate
 from jetdraft.train.machine import Muon, has_fast_halves, precision, this_process
 from jetdraft.train.run_folder import RunFolder
-from jetdraft.train.teacher import load_target
+from jetdraft.train.teacher import check_cache_folder, load_target
 from jetdraft.train.written_texts import continuations
 
 
@@ -254,6 +254,7 @@ class Task(ABC):
 
     def folder(self, output: Path) -> RunFolder:
         """Return the output folder, not yet made; raises `OutputError`."""
+        check_cache_folder(getattr(self.settings, "cache", None))
         return RunFolder(output, "model.safetensors", "config.json", self.folder_holds)
 
     def load(self, source: str) -> tuple[Checkpoint, str]:

@@ -62,8 +62,7 @@ class ResponseStore:
         self._store_file = StoreFile(file, tokenizer, _TABLES)
         self._by_user: dict[str, ResponseStore] = {user: self}
         self.user = check_user(user)
-        self.entries: list[Entry] = []
-        """The user's entries, latest first."""
+        self.entries: list[Entry] = []  # The user's, latest first.
         self.entries = self._store_file.open(self._read_entries)
 
     def of(self, user: str) -> "ResponseStore":

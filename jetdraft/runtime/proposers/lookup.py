@@ -121,8 +121,7 @@ class _ResponseLookup(_SequenceLookup):
 
     def __init__(self, store: ResponseStore) -> None:
         super().__init__()
-        self._automaton = SuffixAutomaton()
-        self._store = store
+        self._automaton, self._store = SuffixAutomaton(), store
         self._indexed: set[tuple[int, float]] = set()
 
     def _restart(self) -> None:
@@ -156,10 +155,7 @@ class SuffixAutomaton:
 
     def __init__(self) -> None:
         self._next: list[dict[int, int]] = [{}]
-        self._link = [-1]
-        self._length = [0]
-        self._count = [0]
-        self._latest = [0]
+        self._link, self._length, self._count, self._latest = [-1], [0], [0], [0]
         self._last, self._size = ROOT, 0
 
     def extend(self, tokens: Iterable[int]) -> None:
