@@ -52,7 +52,13 @@ class StoreFile:
                 raise sqlite3.DatabaseError(verdict)
             database.execute(f"pragma application_id = {_APPLICATION_ID}")
             database.executescript(self._tables)
-            self._check_tokenizer(database)
+            # One statement, since another process may be creating the file too.
+            new = "insert into about select ? where not exists (select 1 from about)"
+            database.execute(new, (self.tokenizer,))
+            [(owner,)] = database.execute("select tokenizer from about limit 1")
+            if owner != self.tokenizer:
+                fact = f"the store {self.path} belongs to another tokenizer"
+                raise StoreError(f"{fact}; choose another file")
         self.path.chmod(0o600)
 
     def open(self, read: Callable[[], T]) -> T:
@@ -79,7 +85,11 @@ class StoreFile:
 
     def _move_damaged(self, error: Exception) -> None:
         """Move the file aside with a warning; `StoreError` unless `error` is damage."""
-        if _is_inaccessible(error) or not _is_ours(self.path):
+        # Locked, read-only, or on a full or broken disk.
+        names = "BUSY", "LOCKED", "PERM", "READONLY", "IOERR", "FULL", "CANTOPEN"
+        codes = [getattr(sqlite3, f"SQLITE_{name}") for name in names]
+        is_inaccessible = getattr(error, "sqlite_errorcode", 0) & 0xFF in codes
+        if is_inaccessible or not _is_ours(self.path):
             fact = f"cannot use the store {self.path} ({error})"
             raise StoreError(f"{fact}; choose another file") from error
         warnings.warn(
@@ -103,16 +113,6 @@ class StoreFile:
                 for file in self.path.parent.glob(names):
                     file.unlink(missing_ok=True)
         return count
-
-    def _check_tokenizer(self, database: sqlite3.Connection) -> None:
-        """Write the tokenizer into a new file; raise `StoreError` if it has another."""
-        # One statement, since another process may be creating the file too.
-        insertion = "insert into about select ? where not exists (select 1 from about)"
-        database.execute(insertion, (self.tokenizer,))
-        [(owner,)] = database.execute("select tokenizer from about limit 1")
-        if owner != self.tokenizer:
-            fact = f"the store {self.path} belongs to another tokenizer"
-            raise StoreError(f"{fact}; choose another file")
 
 
 def entry_times(most_days: float) -> tuple[float, float]:
@@ -147,13 +147,6 @@ def _is_ours(path: Path) -> bool:
             return True
         parts = iter(partial(handle.read, 1 << 20), b"")
         return not any(part.strip(b"\0") for part in itertools.chain([header], parts))
-
-
-def _is_inaccessible(error: Exception) -> bool:
-    """Whether the error means a file locked, read-only, or on a full or broken disk."""
-    code = getattr(error, "sqlite_errorcode", 0) & 0xFF
-    names = "BUSY", "LOCKED", "PERM", "READONLY", "IOERR", "FULL", "CANTOPEN"
-    return code in [getattr(sqlite3, f"SQLITE_{name}") for name in names]
 
 
 def _move_aside(path: Path) -> Path:

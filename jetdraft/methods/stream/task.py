@@ -71,9 +71,8 @@ class StreamTask(ProbeTask):
             streamed.streams.embeddings.normal_().mul_(states.abs().median())
         return streamed
 
-    def pupil(self, drafter: Any) -> nn.Module:
-        module: nn.Module = drafter
-        return module
+    def pupil(self, drafter: nn.Module) -> nn.Module:
+        return drafter
 
     def weights(self, run: Run) -> dict[str, Tensor]:
         return dict(run.module.task)
