@@ -28,6 +28,7 @@ from jetdraft.cli.command import keyword_flags, option
 from jetdraft.cli.flags import PATH, json_option
 from jetdraft.contracts.tensors import WIDEST
 from jetdraft.devices.cost_model import (
+    FITTED,
     MAX_READ_SHARE,
     TOKENS_PER_WEIGHT,
     Dimensions,
@@ -173,7 +174,8 @@ class Advisor:
         target = LoadedDecoder(self._target, question.recipe)
         device, context = question.profile, question.context
         mode = device.power_mode(question.power_mode)
-        board = Board(device, mode, context, target, drafter)
+        fitted = FITTED[device.compute_capability]
+        board = Board(mode, context, target, drafter, fitted)
         chains = board.choices(_CHAINS, acceptance)
         choices = (choice for choice in chains if choice.width <= WIDEST)
         return Drafter(
@@ -181,7 +183,7 @@ class Advisor:
             hidden_size=width,
             weights=weights,
             tokens=tokens_per_weight * weights,
-            draft_ms=drafter.pass_ms(1, context, mode, device.compute_capability),
+            draft_ms=drafter.pass_ms(1, context, mode, fitted),
             acceptance=acceptance,
             choice=max(choices, key=lambda choice: choice.tokens_per_second),
         )

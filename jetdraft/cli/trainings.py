@@ -95,17 +95,18 @@ def _print_progress(bars: ProgressBars, run: Training, progress: Progress) -> No
     GenerateOptions, only=("max_new_tokens", "temperature"), max_new_tokens=128
 )
 @keyword_flags(TrainingOptions, only=("seed",))
-@keyword_flags(LoadOptions, only=("threads",))
+@keyword_flags(LoadOptions, only=("threads", "adapter"))
 def acceptance(
     bundle: Path,
     prompts_file: Path | None,
     max_new_tokens: int,
     temperature: float | None,
     threads: int | None,
+    adapter: str | None,
     seed: int,
 ) -> None:
     """Watch BUNDLE's drafter, and learn when it should stop (stopping=learned)."""
-    model = load(bundle, threads=threads)
+    model = load(bundle, threads=threads, adapter=adapter)
     prompts = read_prompts(prompts_file, model)
     with ProgressBars() as bars:
         tick = bars.start_stage("watch", len(prompts))

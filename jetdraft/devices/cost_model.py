@@ -3,6 +3,7 @@
 ms(width) = fixed + bytes read / bandwidth + (width - 1) * operations per row / rate
 """
 
+import math
 import statistics
 from collections.abc import Mapping
 from contextlib import suppress
@@ -394,20 +395,24 @@ def gguf_recipe(path: Path) -> str | None:
 class Efficiency:
     """The shares of a device's peak rates that passes reach; the same for every model.
 
-    `compute` is by compute capability. `pass_ms` is the time of launches and the host.
+    `compute` is of the dense fp16 rate. `pass_ms` is the time of launches and the host.
     """
 
     bandwidth: float
     pass_ms: float
-    compute: dict[str, float]
+    compute: float
 
 
-# From TensorRT Edge-LLM's published rows, by `benchmarks/roofline.py`. onnxruntime has
-# not been measured on these devices.
-FITTED = Efficiency(0.818, 1.062, {"8.7": 0.339, "11.0": 0.095})
+# By compute capability, from TensorRT Edge-LLM's published int4 rows, by
+# `benchmarks/roofline.py`. onnxruntime has not been measured on these devices.
+FITTED = {
+    "8.7": Efficiency(0.840, 1.789, 0.469),
+    "11.0": Efficiency(0.891, 0.857, 0.119),
+    "12.1": Efficiency(0.827, 0.656, 0.900),
+}
 # The limits of the device: no pass of one row is faster, on any of its processors. What
 # a further row costs on a CPU is not known.
-BOUND = Efficiency(1.0, 0.0, {})
+BOUND = Efficiency(1.0, 0.0, math.nan)
 
 
 @dataclass(frozen=True)
@@ -460,26 +465,19 @@ class LoadedDecoder:
         return (weights + embedding + cache) / 1e6
 
     def pass_ms(
-        self,
-        width: int,
-        context: int,
-        mode: PowerMode,
-        capability: str,
-        efficiency: Efficiency = FITTED,
+        self, width: int, context: int, mode: PowerMode, efficiency: Efficiency
     ) -> float:
         """Predict the milliseconds of a pass of `width` rows after `context` tokens."""
         read = self.pass_bytes(context, width)
         reading = read / (mode.bandwidth_gbs * efficiency.bandwidth)
         rows_ms = 0.0
         if width > 1:
-            rows_ms = (width - 1) * self.row_ms(mode, capability, efficiency)
+            rows_ms = (width - 1) * self.row_ms(mode, efficiency)
         return efficiency.pass_ms + reading / 1e6 + rows_ms
 
-    def row_ms(
-        self, mode: PowerMode, capability: str, efficiency: Efficiency = FITTED
-    ) -> float:
+    def row_ms(self, mode: PowerMode, efficiency: Efficiency) -> float:
         """Predict the milliseconds of arithmetic for each row after the first."""
-        rate = mode.fp16_tflops * efficiency.compute[capability]
+        rate = mode.fp16_tflops * efficiency.compute
         return 2 * (self.sizes.row_weights + self.sizes.head) / (rate * 1e9)
 
     def _bytes_per_weight(self, recipe: Recipe) -> float:

@@ -202,8 +202,8 @@ def plan(question: Question) -> Plan:
     if question.drafter is not None:
         sizes = Dimensions.read(Path(question.drafter))
         drafter = LoadedDecoder(sizes, Recipe.for_drafter(recipe), float_bytes)
-    efficiency = BOUND if on_cpu else FITTED
-    board = Board(device, mode, question.context, target, drafter, efficiency)
+    efficiency = BOUND if on_cpu else FITTED[device.compute_capability]
+    board = Board(mode, question.context, target, drafter, efficiency)
     methods, widths = ((), (1,)) if on_cpu else (question.methods, WIDTHS)
     memory = {"target": target.memory_mb(question.context), "runtime": RUNTIME_MB}
     if drafter is not None:
@@ -228,12 +228,11 @@ def plan(question: Question) -> Plan:
 class Board:
     """Predicts the times of a target and its drafter on a device in a power mode."""
 
-    device: Device
     mode: PowerMode
     context: int
     target: LoadedDecoder
     drafter: LoadedDecoder | None
-    efficiency: Efficiency = FITTED
+    efficiency: Efficiency
 
     def pass_ms(self, width: int) -> float:
         return self._pass_ms(self.target, width)
@@ -269,15 +268,10 @@ class Board:
         layers = sizes.row_weights
         part = (share * layers + sizes.head) / (layers + sizes.head)
         probes = (1 + sum(rows for rows, _ in levels)) * len(levels)
-        capability = self.device.compute_capability
-        row_ms = self.target.row_ms(self.mode, capability, self.efficiency)
-        return probes * part * row_ms
+        return probes * part * self.target.row_ms(self.mode, self.efficiency)
 
     def _pass_ms(self, decoder: LoadedDecoder, width: int) -> float:
-        capability = self.device.compute_capability
-        return decoder.pass_ms(
-            width, self.context, self.mode, capability, self.efficiency
-        )
+        return decoder.pass_ms(width, self.context, self.mode, self.efficiency)
 
 
 def expected_levels(rows: int, rate: float, branching: bool) -> list[tuple[int, float]]:

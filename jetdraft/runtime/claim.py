@@ -40,7 +40,7 @@ class Idle:
     def add(self, work: Work) -> None:
         """Add a bound method; the thread does not keep its object alive."""
         with self._buffers:
-            self._works.append(WeakMethod(work))
+            self._works = [w for w in self._works if w()] + [WeakMethod(work)]
             self._is_done = False
 
     def start(self) -> None:

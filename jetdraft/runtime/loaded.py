@@ -195,9 +195,7 @@ class LoadedBundle:
         self.draft_cache = (
             None if self.drafter is None else self._make_draft_cache(self.drafter)
         )
-        self.learning: Learning | None = (
-            self._open_learning() if like is None else like.learning
-        )
+        self.learning = self._open_learning(like)
         self._curve: Curve | None = None
         self._idle: Idle = like._idle if like else Idle(use_huge_pages)
         self.claim = Claim(self._idle)
@@ -449,7 +447,7 @@ class LoadedBundle:
             return DraftCache(drafter)
         return LedCache(drafter, lambda: self.leading)
 
-    def _open_learning(self) -> Learning | None:
+    def _open_learning(self, like: "LoadedBundle | None") -> Learning | None:
         """Open the folder `learn`, or None; raises `OptionError`, `ProviderError`."""
         folder, opener = self.options.get("learn"), self._drafter_opener
         if folder is None:
@@ -463,6 +461,11 @@ class LoadedBundle:
             fact = "the drafter's weights can be swapped in contrib graphs only"
             fix = "choose --drafter-provider cpu or cuda, or leave --learn out"
             raise ProviderError(f"{fact}; {fix}")
+        if entry.contract.feature_input and self.options.get("adapter"):
+            fact = "a head learns from the states of the target without an adapter"
+            raise OptionError(f"{fact}; leave --learn or --adapter out", "learn")
+        if like is not None:
+            return like.learning
         vocab_size = bundle.target.contract.vocab_size
         lessons = Lessons(Path(folder), bundle.tokenizer_sha256, vocab_size)
         sets = WeightSets(Path(folder), drafter_sha256(bundle))

@@ -47,6 +47,8 @@ from jetdraft.runtime.text.template import (
 from jetdraft.runtime.text.tools import CallFormat, Tools
 from jetdraft.runtime.text.worker_process import Vocabulary
 
+MOST_ADAPTED = 8  # The most adapters of a model that have buffers.
+
 
 def load(
     path: str | Path, *, method: str | None = None, **options: Unpack[LoadOptions]
@@ -487,16 +489,18 @@ class Model:
     def adapted(self, adapter: str) -> Model:
         """The model with another adapter: the same weights, and its own buffers.
 
-        It is made once, and closed with this model. Raises `OptionError`.
+        The `MOST_ADAPTED` that were asked for last are kept, and closed with this
+        model; another is freed where nobody holds it. Raises `OptionError`.
 
             model.adapted("sql").generate("SELECT")
         """
-        known = self._adapted.get(adapter)
-        if known is None or known._parts is None:
+        changed = self._adapted.pop(adapter, None)
+        if changed is None or changed._parts is None:
             options: LoadOptions = {**self.parts.options, "adapter": adapter}
             changed = Model(self.bundle, options, self.method, like=self)
-            self._adapted[adapter] = changed
-        return self._adapted[adapter]
+        kept = [*self._adapted.items()][1 - MOST_ADAPTED :]
+        self._adapted = {**dict(kept), adapter: changed}
+        return changed
 
     def close(self) -> None:
         """Free all memory; later calls, except for `close`, raise `JetdraftError`."""

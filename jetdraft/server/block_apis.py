@@ -311,6 +311,11 @@ def _part(block: Block) -> Json:
 def _item(block: Block, is_done: bool) -> Json:
     """The item of a block; empty unless it `is_done`."""
     status = "completed" if is_done else "in_progress"
+    if is_done and block.kind == "call":
+        try:
+            json.loads(block.text or "{}")
+        except ValueError:  # The text was cut in the call.
+            status = "incomplete"
     item: dict[str, Any] = {"id": _id(block), "status": status}
     if block.kind == "call":
         item |= {"type": "function_call", "call_id": block.id, "name": block.name}

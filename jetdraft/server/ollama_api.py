@@ -123,6 +123,7 @@ def _figures(reply: Reply) -> Json:
 
 async def _events(chunks: Chunks, reply: Reply) -> Chunks:
     blocks: list[Block] = []
+    reply.sends_begun_calls = False
     async for chunk in chunks:
         if "error" in chunk:
             yield _error(chunk, 0)

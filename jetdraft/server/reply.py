@@ -50,6 +50,7 @@ class Reply:
         self.results, self.reason, self.status = list[Result](), "", 200
         self.chat = not request.prompts
         self._tools = request.tools if self.chat else None
+        self.sends_begun_calls = True
         kind = "chatcmpl" if self.chat else "cmpl"
         self._head = {
             **{"id": f"{kind}-{self.id}", "created": self.created},
@@ -98,7 +99,7 @@ class Reply:
 
     def _begin(self) -> None:
         self._index, self._text = len(self.results), ""
-        self._sent = self._sent_calls = 0
+        self._sent, self._sent_calls = 0, list[int]()  # Characters, of each call too.
         self._unsent_fields: dict[str, list[Any]] = {}
         # The characters of the text before the next token, for text_offset.
         self._text_offset = 0
@@ -172,25 +173,30 @@ class Reply:
     def last_chunks(self, result: Result) -> list[Json]:
         """Return the last chunks: text kept or tool calls, finish reason, and usage."""
         chunks, calls, said = self._call_chunks()
-        self._text = said.rstrip() if calls else said
+        self._text, whole = said.rstrip() if calls else said, self._text
         chunks += self._text_chunks(len(self._text))
-        self._end(result, calls)
+        is_broken = len(self._read_calls(whole)[0]) < len(calls)
+        self._end(result, [] if is_broken else calls)
         chunks.append(self._chunk({}, finish_reason=self.reason))
         if self.request.usage and len(self.results) == self.request.count:
             chunks.append({**chunks[-1], "choices": [], "usage": self.usage})
         return chunks
 
     def _call_chunks(self) -> tuple[list[Json], list[Json], str]:
-        """Return chunks of calls that became whole, all calls, and the other text."""
-        calls, said = self._read_calls(self._text)
+        """Return chunks of what is new in calls, all calls, and the other text."""
+        calls, said = self._read_calls(self._text, self.sends_begun_calls)
         chunks = []
-        for index, call in enumerate(calls[self._sent_calls :], self._sent_calls):
-            arguments = call["function"]["arguments"]
-            call["function"] = {**call["function"], "arguments": ""}
-            for part in (call, {"function": {"arguments": arguments}}):
+        for index, call in enumerate(calls):
+            arguments, parts = call["function"]["arguments"], []
+            if index == len(self._sent_calls):
+                self._sent_calls.append(0)
+                parts = [{**call, "function": {**call["function"], "arguments": ""}}]
+            if unsent := arguments[self._sent_calls[index] :]:
+                self._sent_calls[index] = len(arguments)
+                parts.append({"function": {"arguments": unsent}})
+            for part in parts:
                 delta = {"tool_calls": [{"index": index, **part}]}
                 chunks.append(self._chunk(delta, **self._take_fields()))
-        self._sent_calls = len(calls)
         return chunks, calls, said
 
     def _text_chunks(self, end: int) -> list[Json]:
@@ -218,8 +224,9 @@ class Reply:
         usage = {"usage": None} if self.request.usage else {}
         return {**self._head, "object": kind, "choices": [choice], **usage}
 
-    def _read_calls(self, text: str) -> tuple[list[Json], str]:
-        calls, said = ([], text) if self._tools is None else self._tools.read(text)
+    def _read_calls(self, text: str, begun: bool = False) -> tuple[list[Json], str]:
+        tools = self._tools
+        calls, said = ([], text) if tools is None else tools.read(text, begun)
         return [call.for_openai() for call in calls], said
 
     def _logprobs_field(self, entries: Sequence[tuple[Logprob, str]]) -> Json | None:

@@ -11,6 +11,7 @@ import pytest
 
 from jetdraft.cli.doctor import examine
 from jetdraft.devices import memory
+from jetdraft.devices.cost_model import FITTED
 from jetdraft.devices.detection import Meter, detect_machine, module_rails, rails
 from jetdraft.devices.device import PROFILES_FOLDER, Device
 from jetdraft.devices.memory import HUGE_PAGE, release_files, use_huge_pages
@@ -195,10 +196,12 @@ def _resident() -> int:
 
 
 ALL = [
-    *("agx-orin-32gb", "agx-orin-64gb", "agx-thor", "laptop-16gb", "n100-16gb"),
-    *("orin-nano-4gb", "orin-nano-8gb", "orin-nx-16gb", "orin-nx-8gb"),
+    *("agx-orin-32gb", "agx-orin-64gb", "agx-thor", "dgx-spark", "laptop-16gb"),
+    *("n100-16gb", "orin-nano-4gb", "orin-nano-8gb", "orin-nx-16gb", "orin-nx-8gb"),
     *("raspberry-pi-5-8gb", "thor-t4000"),
 ]
+# The dense fp16 operations of a multiprocessor in a clock, by compute capability.
+OPERATIONS = {"8.7": 2048, "11.0": 8192, "12.1": 1024}
 
 
 def test_every_device_has_a_profile_and_every_part_number_a_device():
@@ -212,7 +215,8 @@ def test_profiles_are_whole(name):
     device = Device.named(name)
     assert device.power_modes
     has_gpu = bool(device.compute_capability)
-    assert bool(device.jetpacks) == has_gpu
+    assert bool(device.jetpacks) == ("Jetson" in device.title)
+    assert not has_gpu or device.compute_capability in FITTED
     assert Recipe.parse(device.recipe).name == device.recipe
     assert "docs/quantization.md" in device.recipe_evidence
     assert {"none", "int8", "int4"} <= set(device.quantizations)
@@ -224,9 +228,9 @@ def test_profiles_are_whole(name):
         if not has_gpu:  # memory of 4, 8 or 16 bytes
             width = mode.bandwidth_gbs * 1e3 / int(rate[1] or rate[2])
             assert min(abs(width - n) for n in (4, 8, 16)) < 0.01
-        if is_orin:
-            # 4 tensor cores a multiprocessor, 512 operations a clock each.
-            peak = device.multiprocessors * 4 * 512 * mode.gpu_mhz * 1e-6
+        else:
+            operations = OPERATIONS[device.compute_capability]
+            peak = device.multiprocessors * operations * mode.gpu_mhz * 1e-6
             assert mode.fp16_tflops == pytest.approx(peak, rel=0.03)
 
 

@@ -1,7 +1,9 @@
 """LoRA at run time, against transformers with the weights that peft merged."""
 
+import gc
 import json
 import re
+import weakref
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,7 +19,8 @@ from safetensors.torch import load_file, save_file
 import jetdraft
 from jetdraft import Pool
 from jetdraft.bundle import Bundle, adapter_file
-from jetdraft.errors import BundleError, CheckpointError, OptionError
+from jetdraft.errors import BundleError, CheckpointError, OptionError, StoreError
+from jetdraft.runtime import model as module
 from jetdraft.server import Limits
 from jetdraft.server.app import Service
 from tests import tiny
@@ -160,6 +163,57 @@ def test_weights_of_integers(tmp_path, recipe, config):
             for adapter in (folder, None)
         )
     assert np.abs(found - wanted).mean() < 0.2 * np.abs(before - wanted).mean()
+
+
+def test_the_acceptance_of_each_adapter_is_measured(made):
+    words = ("bench", made.bundle.path, "--methods", "draft", "--lengths", "4")
+    words += ("--repeats", "1", "-n", "24", "-t", "1", "--json")
+    shares = set()
+    for more in ((), *(("--adapter", name) for name in ADAPTERS)):
+        report = json.loads(run(*words, *more).stdout)
+        [row] = [row for row in report["rows"] if row["num_draft_tokens"] == 4]
+        assert report["machine"]["bundle"].endswith(f" with {more[1]}" if more else "")
+        assert row["same_text"] == row["texts"]
+        shares.add((row["acceptance_rate"], *row["accepted_by_position"]))
+    assert len(shares) > 1, "each target accepts other drafts"
+
+
+def test_a_learned_stop_is_of_one_adapter(made, tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    lines = (json.dumps({"token_ids": [40 + n, *PROMPT]}) for n in range(40))
+    file.write_text("\n".join(lines))
+    how = {"method": "draft", "drafting": {"stopping": "learned"}, **HOW}
+    words = ("train", "acceptance", made.bundle.path, "-t", "1", "--prompts", file)
+    words += ("--max-new-tokens", "32", "--temperature", "2")
+    assert "acceptance-adapter-some.npz" in run(*words, "--adapter", "some").stderr
+    with jetdraft.load(made.bundle.path, threads=1, adapter="some") as model:
+        plain = model.generate(method="none", **HOW).token_ids
+        assert model.generate(**how).token_ids == plain
+        with pytest.raises(StoreError, match="train acceptance"):
+            model.adapted("all").generate(**how)
+
+
+def test_adapters_that_are_unused_are_freed(made, monkeypatch):
+    monkeypatch.setattr(module, "MOST_ADAPTED", 2)
+
+    def parts(changed):
+        target = changed.parts.target
+        return [*map(weakref.ref, (target.cache, target.sessions.any.session))]
+
+    with jetdraft.load(made.bundle.path, threads=1) as model:
+        some, opened = model.adapted("some"), parts(model.adapted("all"))
+        kept = parts(some) + parts(model.adapted("some")) + parts(model)
+        text = some.generate(**HOW).text
+        kept += parts(model.adapted("head"))
+        gc.collect()
+        assert [ref() for ref in opened] == [None, None]
+        assert None not in [ref() for ref in kept]
+        model.adapted("all")
+        assert some.generate(**HOW).text == text, "who holds a model may use it"
+        assert model.adapted("some") is not some
+    some.close()
+    gc.collect()
+    assert [ref() for ref in kept] == [None] * len(kept)
 
 
 def test_a_saved_prefix_is_of_one_adapter(model, tmp_path):

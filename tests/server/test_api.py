@@ -13,7 +13,7 @@ from jetdraft.runtime.measured.stats import Stats
 from jetdraft.runtime.piece import Piece, Result
 from jetdraft.runtime.sampling.chooser import Logprob
 from jetdraft.runtime.text.codec import TextCodec
-from jetdraft.runtime.text.tools import HERMES
+from jetdraft.runtime.text.tools import HERMES, CallFormat
 from jetdraft.server import generation_request
 from jetdraft.server.generation_request import (
     IGNORED_FIELDS,
@@ -21,6 +21,14 @@ from jetdraft.server.generation_request import (
     GenerationRequest,
 )
 from jetdraft.server.reply import Reply
+from tests.runtime.text.test_tools import (
+    ARGUMENTS,
+    JSON,
+    OBJECT,
+    PUBLISHED,
+    WEATHER,
+    published,
+)
 
 PROMPT = "The robot sees"
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -392,32 +400,93 @@ def test_more_tokens_than_the_bound_are_capped(client):
     assert found.usage.completion_tokens == 400
 
 
+def replied(form, text, size, reason="stop"):
+    """The deltas of each piece of a text, the last choice, and the whole choice."""
+    request = GenerationRequest.of({"messages": HELLO, "tools": [WEATHER]}, True, 9)
+    request = replace(request, tools=replace(request.tools, format=form))
+    reply = Reply(request, "toy", TextCodec(None), "fp")
+    parts = [text[at : at + size] for at in range(0, len(text), size)]
+    pieces = [Piece(part, [1], 0, texts=[part]) for part in parts]
+    result = Result(text, [], 1, reason, Stats("none", True, 1), [])
+    chunks = [reply.piece_chunks(each) for each in pieces] + [reply.last_chunks(result)]
+    choices = [[chunk["choices"][0] for chunk in each] for each in chunks]
+    deltas = [[choice["delta"] for choice in each] for each in choices]
+    return deltas, choices[-1][-1], reply.complete([result])["choices"][0]
+
+
+def joined(deltas):
+    """The content of deltas, and by index the names, the arguments and the pieces."""
+    flat = [delta for each in deltas for delta in each]
+    calls = {}
+    for call in (call for delta in flat for call in delta.get("tool_calls", ())):
+        begun = calls.setdefault(call["index"], [])
+        assert ("id" in call) == (begun == [])
+        begun.append((call["function"].get("name"), call["function"]["arguments"]))
+    texts = [(c[0][0], "".join(text for _, text in c), len(c)) for c in calls.values()]
+    return "".join(delta.get("content") or "" for delta in flat), texts
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 999])
+@published
+def test_calls_come_in_pieces_that_are_the_whole_calls(name, size):
+    template, call = PUBLISHED[name]
+    form = CallFormat.of(template)
+    before = "I call.\n" if form.begin else ""
+    text = f"{before}{call}\n{call}" if form.begin and not form.turn else before + call
+    if form.listed and not form.pair:
+        text = before + call.replace(OBJECT, f"{OBJECT}, {OBJECT}")
+    deltas, last, whole = replied(form, text, size)
+    said, calls = joined(deltas)
+    given = [call["function"] for call in whole["message"]["tool_calls"]]
+    assert [call[:2] for call in calls] == [(g["name"], g["arguments"]) for g in given]
+    assert said == (whole["message"]["content"] or "") == before.strip()
+    assert last["finish_reason"] == whole["finish_reason"] == "tool_calls"
+    assert all(json.loads(text) == ARGUMENTS for _, text, _ in calls)
+    is_json = JSON in text
+    least = len(JSON) // size + 1 if is_json else 2
+    assert all(pieces >= least and (is_json or pieces == 2) for _, _, pieces in calls)
+    if size == 1:
+        first = next(n for n, each in enumerate(deltas) if "tool_calls" in str(each))
+        assert joined(deltas[:first])[0] == before.strip()
+        assert (text[first] == "{") == is_json
+
+
+@published
+def test_a_call_that_breaks_off_is_not_lost(name):
+    template, call = PUBLISHED[name]
+    form = CallFormat.of(template)
+    for end in range(len(call) - len(form.end) - 2):
+        deltas, last, whole = replied(form, call[:end], 9, "length")
+        said, calls = joined(deltas)
+        at = call.index(JSON) if JSON in call else end
+        if end > at:
+            [(_, arguments, _)] = calls
+            assert arguments == JSON[: end - at]
+            assert said == ""
+        else:
+            assert (said, calls) == (call[:end], [])
+        assert whole["message"]["content"] == call[:end]
+        assert last["finish_reason"] == whole["finish_reason"] == "length"
+
+
 @pytest.mark.parametrize("size", [1, 5, 999])
 @pytest.mark.parametrize(
-    ("end", "said"),
-    [("\n<tool_call>\n{", "I call.\n\n<tool_call>\n{"), (" \n", "I call.")],
-)
-def test_a_broken_call_is_text_and_a_whole_call_is_sent_at_once(size, end, said):
-    call = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
-    text = f"I call.\n{call}{end}"
-    function = {"type": "function", "function": {"name": "f"}}
-    asked = {"messages": HELLO, "tools": [function]}
-    request = GenerationRequest.of(asked, True, 9)
-    request = replace(request, tools=replace(request.tools, format=HERMES))
-    reply = Reply(request, "toy", TextCodec(None), "fp")
-    deltas, when = [], None
-    for at in range(0, len(text), size):
-        part = text[at : at + size]
-        for chunk in reply.piece_chunks(Piece(part, [1], 0, texts=[part])):
-            deltas.append(chunk["choices"][0]["delta"])
-            when = at if "tool_calls" in deltas[-1] else when
-    assert when < text.index("</tool_call>")
-    result = Result(text, [], 1, "length", Stats("none", True, 1), [])
-    deltas += [each["choices"][0]["delta"] for each in reply.last_chunks(result)]
-    assert "".join(delta.get("content") or "" for delta in deltas) == said
-    calls = [delta["tool_calls"][0] for delta in deltas if "tool_calls" in delta]
-    first, second = (call["function"] for call in calls)
-    assert (first["name"], second["arguments"]) == ("f", '{"x": 1}')
-    whole = reply.complete([result])["choices"][0]
-    assert (whole["message"]["content"], whole["finish_reason"]) == (said, "length")
-    assert len(whole["message"]["tool_calls"]) == 1
+    ("end", "rest"),
+    [("<tool_call>\n{", "<tool_call>\n{"), (" \n", ""),
+     ('<tool_call>{"name": "get.weather", "arguments": {"city', ""),
+     ('<tool_call>{"name": "get.weather", "arguments": {"days": 1e999}}!', "!"),
+     ('<tool_call>{"name": "get_weather", "arguments": {}}', ...)],
+)  # fmt: skip
+def test_what_follows_a_call_comes_as_text(size, end, rest):
+    _, call = PUBLISHED["Qwen3"]
+    text, rest = f"I call.\n{call}\n{end}", end if rest is ... else rest
+    deltas, last, whole = replied(HERMES, text, size)
+    said, calls = joined(deltas)
+    assert said == (f"I call.\n\n{rest}").strip()
+    assert calls[0][:2] == ("get.weather", JSON)
+    message = whole["message"]
+    assert message["content"] == f"I call.\n\n{end}".strip()
+    assert len(message["tool_calls"]) == 1
+    assert whole["finish_reason"] == "tool_calls"
+    assert last["finish_reason"] == ("tool_calls" if len(calls) == 1 else "stop")
+    assert len(calls) == 1 + ("get.weather" in end)

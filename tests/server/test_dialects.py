@@ -1,5 +1,7 @@
 import json
+import re
 from contextlib import contextmanager
+from itertools import accumulate
 
 import httpx
 import openai
@@ -9,7 +11,7 @@ from openai import OpenAI
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from jetdraft import Pool
+from jetdraft import Pool, Tools
 from jetdraft.cli import main
 from jetdraft.server import Limits, RequestError
 from jetdraft.server.app import DIALECTS, Service
@@ -155,6 +157,32 @@ def test_every_api_calls_tools_and_takes_their_results(address, model, path, str
     ids = model.chat_prompt(wanted, tools=[READ_SENSOR])
     expected = model.generate(token_ids=ids, max_new_tokens=60)
     assert said(path, answer.json())[0] == expected.text
+
+
+@pytest.mark.parametrize("path", ASKED)
+def test_a_call_that_is_cut_says_so(address, model, path):
+    whole = model.chat(ASK, tools=Tools([READ_SENSOR]), max_new_tokens=60)
+    begun = re.compile(r'(.|\n)*"arguments":\s*({.+)')
+    texts = map(begun.fullmatch, accumulate(whole.texts))
+    count, match = next((n, match) for n, match in enumerate(texts, 1) if match)
+    limits = {MESSAGES: {"max_tokens": count}, RESPONSES: {"max_output_tokens": count}}
+    limit = limits.get(path, {"options": {"num_predict": count}})
+    body = {**body_of(path, ASK, True, tools=[TOOLS[path]]), **limit}
+    events = events_of(post(address, path, body))
+    if path == MESSAGES:
+        parts = [e["delta"].get("partial_json", "") for e in events if "delta" in e]
+        assert "".join(parts) == match[2]
+        assert events[-2]["delta"]["stop_reason"] == "max_tokens"
+    elif path == RESPONSES:
+        parts = [e["delta"] for e in events if e["type"].endswith("arguments.delta")]
+        response = Response.model_validate(events[-1]["response"], strict=True)
+        [item] = response.output
+        assert "".join(parts) == item.arguments == match[2]
+        assert item.status == response.status == "incomplete"
+    else:
+        said = "".join(event["message"]["content"] for event in events)
+        assert said == match[0], "Ollama has whole calls only"
+        assert events[-1]["done_reason"] == "length"
 
 
 def test_items_of_one_turn_are_one_message_and_none_is_lost():

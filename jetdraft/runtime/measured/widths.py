@@ -99,12 +99,12 @@ class Profiles:
         self, bundle: Bundle, provider: str, threads: int, adapter: str | None = None
     ) -> None:
         folder, name = bundle.path / "profiles", f"{provider}-{threads}"
-        target = bundle.sha256
+        target, own = bundle.sha256, ""
         if adapter is not None:
-            name, target = f"{name}-adapter-{adapter}", f"{target} with {adapter}"
-        self.file = folder / f"{name}.json"
-        self.tuning_file = folder / f"{name}-tuning.json"
-        self.acceptance_file = folder / "acceptance.npz"
+            target, own = f"{target} with {adapter}", f"-adapter-{adapter}"
+        self.file = folder / f"{name}{own}.json"
+        self.tuning_file = folder / f"{name}{own}-tuning.json"
+        self.acceptance_file = folder / f"acceptance{own}.npz"
         self.machine: dict[str, Any] = {
             "processor": processor_name(),
             "features": processor_digest(),

@@ -1,11 +1,12 @@
 """Opens the graphs of a bundle on one provider: CPU, CUDA, TensorRT or WebGPU."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from threading import RLock
 from typing import Annotated, Any, TypedDict
+from weakref import WeakValueDictionary
 
 import numpy as np
 import numpy.typing as npt
@@ -101,7 +102,10 @@ class Opener:
     bundle: Bundle
     provider: Provider
     threads: Threads
-    _opened: dict[str, ort.InferenceSession] = field(default_factory=dict, repr=False)
+    # A session lives as long as a graph runs it.
+    _opened: MutableMapping[str, ort.InferenceSession] = field(
+        default_factory=WeakValueDictionary, repr=False
+    )
     _lock: Any = field(default_factory=RLock, repr=False, compare=False)
 
     def graph(self, entry: GraphEntry, weights: Weights | None = None) -> Graph:
@@ -133,8 +137,8 @@ class Opener:
         """Open a session of a bundle's file, once on the CPU; see `open_session`."""
         place = self.bundle.path / file, self.provider.name, threads or self.threads
         with self._lock:  # Two threads may ask first for an adapter, or the encoder.
-            if file in self._opened:
-                return self._opened[file]
+            if (known := self._opened.get(file)) is not None:
+                return known
             session = open_session(*place, weights, shared, options)
             if self.provider.memory == "cpu":
                 self._opened[file] = session

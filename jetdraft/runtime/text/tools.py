@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 from uuid import uuid4
 
@@ -93,7 +94,8 @@ class ToolCall:
     """A call that a model wrote: the function's `name` and its `arguments`.
 
     `arguments` is JSON of the function's schema. The `id` is random, in the form that
-    all known chat templates take.
+    all known chat templates take. `text` has the arguments as the model wrote them, if
+    it wrote a JSON object.
 
         [call] = model.chat(messages, tools=tools).calls
         call.name, call.arguments    # "read_sensor", {"sensor": "battery"}
@@ -102,6 +104,7 @@ class ToolCall:
     name: str
     arguments: Any
     id: str = field(default_factory=lambda: uuid4().hex[:9])
+    text: str = field(default="", repr=False)
 
     def for_template(self) -> dict[str, Any]:
         """The call as chat templates read it."""
@@ -110,7 +113,8 @@ class ToolCall:
 
     def for_openai(self) -> dict[str, Any]:
         """The call as OpenAI sends it, whose arguments are a JSON text."""
-        return replace(self, arguments=json.dumps(self.arguments)).for_template()
+        text = self.text or json.dumps(self.arguments)
+        return replace(self, arguments=text).for_template()
 
 
 @dataclass(frozen=True)
@@ -237,25 +241,63 @@ class Tools:
         """The calls in a text, up to the first broken call."""
         return self.read(text)[0]
 
-    def read(self, text: str) -> tuple[list[ToolCall], str]:
+    def read(self, text: str, begun: bool = False) -> tuple[list[ToolCall], str]:
         """The calls in a text, and the text without them.
 
-        A call that is broken, or of an unknown function, and all after it is text.
+        A call that is broken, or of an unknown function, and all after it is text. But
+        with `begun` a call is not text from the `{` of its arguments on: its `text` is
+        what came of them, and its `arguments` are None until they end.
+
+            calls, said = tools.read(text_so_far, begun=True)
         """
-        calls, said, at = list[ToolCall](), "", 0
-        while (begin := self._find_call(text, at)) >= 0:
+        calls, said, at, is_broken = list[ToolCall](), "", 0, False
+        while not is_broken and (begin := self._find_call(text, at)) >= 0:
+            start = begin + len(self.format.begin)
+            found, end = self._read_begun(text, start)
+            is_cut = found and found[-1].arguments is None
             try:
-                pairs, end = self._read_calls(text, begin + len(self.format.begin))
+                pairs, whole_end = ([], 0) if is_cut else self._read_calls(text, start)
                 is_known = {name for name, _ in pairs} <= {*self.names}
                 # Infinite numbers and lone surrogates are no JSON.
                 json.dumps(pairs, ensure_ascii=False, allow_nan=False).encode()
+                same = zip(pairs, found, strict=False)
+                is_known &= all(pair == (c.name, c.arguments) for pair, c in same)
+                is_broken = not pairs or not is_known
             except _BROKEN:
+                is_broken = True
+            if not is_broken:
+                more = [ToolCall(*pair) for pair in pairs[len(found) :]]
+                found, end = found + more, whole_end
+            elif not (begun and found):
                 break
-            if not pairs or not is_known:
-                break
-            calls += [ToolCall(name, arguments) for name, arguments in pairs]
-            said, at = said + text[at:begin], end
+            calls, said, at = calls + found, said + text[at:begin], end
         return calls, said + text[at:]
+
+    def _read_begun(self, text: str, at: int) -> tuple[list[ToolCall], int]:
+        """Calls at a place, of which the last may break off, and where they end."""
+        calls, form = list[ToolCall](), self.format
+        while (form.listed or not calls) and (head := self._head.match(text, at)):
+            arguments, at = None, len(text)
+            with suppress(*_BROKEN):
+                arguments, at = _decode(text, head.end())
+            written = text[head.end() : at]
+            calls.append(ToolCall(head[1], arguments, text=written))
+            if form.name is None:  # the object that holds them
+                with suppress(ValueError):
+                    at = _skip(text, at, "}")
+        return calls, at
+
+    @cached_property
+    def _head(self) -> re.Pattern[str]:
+        """A call up to the `{` of its arguments, in formats that write them as JSON."""
+        form, names = self.format, "|".join(map(re.escape, self.names))
+        if form.pair:
+            return re.compile("(?!)")
+        if form.name:
+            return re.compile(rf"\s*({names}){re.escape(form.name[1])}(?=\{{)")
+        before = r"\s*[\[,]\s*\{" if form.listed else r"\s*\{"
+        keys = rf'\s*"name"\s*:\s*"({names})"\s*,\s*"{form.arguments}"\s*:\s*'
+        return re.compile(before + keys + r"(?=\{)")
 
     def _find_call(self, text: str, start: int) -> int:
         """Where the next call begins, from `start` on; -1 without a call."""

@@ -24,6 +24,7 @@ from jetdraft.train.learning import Learned, Pace, UseOptions, UseTraining, publ
 from jetdraft.train.students import UNROLLED_STEPS, Missed, load_student
 from jetdraft.train.task import TrainingOptions
 from tests.devices.trees import POWER, write
+from tests.export.test_adapters import save_adapter
 from tests.programs import python
 from tests.tiny import drafter_config, exported, llama_config, save_checkpoint
 from tests.toy_drafter import save_drafter
@@ -293,7 +294,9 @@ def world(target, tmp_path_factory):
     folder = tmp_path_factory.mktemp("world")
     text = write_periodic(folder / "text.txt")
     made(EagleTask, target, folder / "head", [text], SETTINGS, QUICK).run(nothing)
+    adapter = save_adapter(target, folder / "a", r=2, target_modules=["q_proj"])
     options = {"drafter_recipe": "int8-rtn", "capacity": 128, "max_width": 32}
+    options["adapters"] = (f"a={adapter}",)
     exported(target, folder / "bundle", head=folder / "head", **options)
     return folder
 
@@ -302,6 +305,14 @@ def test_an_export_of_the_same_head_changes_nothing(world, target):
     bundle, checkpoint = Bundle.open(world / "bundle"), load(target)
     head = load_head(str(world / "head"), checkpoint, torch.float32)
     assert head_arrays(bundle, checkpoint, head) == {}
+
+
+@pytest.mark.parametrize("fields", [{"adapter": "a"}, {}], ids=str)
+def test_a_head_learns_without_an_adapter_only(world, fields):
+    words = "leave --learn or --adapter out"
+    path, how = world / "bundle", {"threads": 1, "learn": world / "other", **fields}
+    with pytest.raises(errors.OptionError, match=words):
+        jetdraft.load(path, **how).adapted("a")
 
 
 def load(target):
