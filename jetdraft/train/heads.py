@@ -44,12 +44,6 @@ def make_config(
     return kind(**{**vars(config), **changes})
 
 
-def layer_fields(config: HeadConfig) -> dict[str, Any]:
-    """Return the fields of a config.json that describe a head's layers."""
-    rope = {"rope_theta": config.rope["rope_theta"], "rope_scaling": None}
-    return config.fields | rope
-
-
 def stored_tensors(
     weights: Mapping[str, Tensor],
     in_float16: bool,
@@ -67,7 +61,8 @@ def layer_contents(
     """Return a config.json with a head's layers and `fields`, and its tensors."""
     dtype, tensors = stored_tensors(weights, half)
     plain = {"torch_dtype": dtype, "tie_word_embeddings": False}
-    return layer_fields(config) | plain | fields, tensors
+    rope = {"rope_theta": config.rope["rope_theta"], "rope_scaling": None}
+    return config.fields | rope | plain | fields, tensors
 
 
 def copy_weights(module: nn.Module, other: nn.Module) -> None:
