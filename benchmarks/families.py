@@ -5,8 +5,12 @@ and by a proposer that is mostly right with plain decoding, in floats and in q4_
 what reads images too, the oracle is the whole model.
 
     python benchmarks/families.py [NAME...] --page docs/models.md
+    python benchmarks/families.py qwen3-vl-2b --save FOLDER
+
+The second command saves random weights in the sizes of a model that reads images.
 """
 
+import json
 import re
 import tempfile
 import tomllib
@@ -20,7 +24,13 @@ from typing import Any
 import click
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedTokenizerFast,
+)
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -38,6 +48,10 @@ from jetdraft.recipe import Recipe
 TOLERANCE, MOST_WEIGHTS, RECIPES = 2e-4, 120_000_000, ("none", "q4_0")
 TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
 SIZES, SEEING, CHANGES = TABLE["sizes"], TABLE["seeing"], TABLE["changes"]
+END, IMAGE = MARKS = "<|endoftext|>", "<image>"
+CHAT = "{% for m in messages %}{% if m['content'] is string %}{{ m['content'] }}{% else"
+CHAT += " %}{% for p in m['content'] %}{{ '<image>' if p['type'] == 'image' else "
+CHAT += "p['text'] }}{% endfor %}{% endif %}{% endfor %}"
 SPECIAL = {"eos_token_id": 0, "bos_token_id": 1, "pad_token_id": 2}
 OF_LAYERS, VOCAB = ("layer_types", "layers_block_type"), SIZES["vocab_size"]
 
@@ -177,6 +191,31 @@ def save_tiny(name: str, source: Path, seed: int) -> Any:
         CONFIG_MAPPING[name]().save_pretrained(source)
 
 
+def save_real(name: str, folder: Path) -> None:
+    """Save random weights in a model's published sizes, and a tokenizer of letters."""
+    sizes = dict(TABLE["real"][name])
+    tokens = [*MARKS, "<fake_token_around_image>", "<global-img>"]
+    tokens += [f"<row_{r}_col_{c}>" for r in range(1, 5) for c in range(1, 5)]
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    made = Tokenizer(models.BPE({t: i for i, t in enumerate([*tokens, *letters])}, []))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens(tokens)
+    kind = PreTrainedTokenizerFast
+    kind(tokenizer_object=made, eos_token=END).save_pretrained(folder)
+    processor, special = sizes.pop("processor"), {"eos_token_id": 0, "pad_token_id": 0}
+    sizes["text_config"] |= special
+    ids = {"image_token_id": 1, "video_token_id": 2, "vision_start_token_id": 3}
+    config = AutoConfig.for_model(**sizes, **ids, pad_token_id=0)
+    torch.manual_seed(0)
+    model = AutoModelForImageTextToText.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(folder)
+    (folder / "preprocessor_config.json").write_text(json.dumps(processor))
+    (folder / "chat_template.jinja").write_text(CHAT)
+    count = sum(weight.numel() for weight in model.parameters())
+    click.echo(f"{count / 1e6:.0f} million weights")
+
+
 def compare_texts(loaded: jetdraft.Model) -> list[int]:
     """Return the greedy text; raise `AssertionError` if a draft changes it."""
     given: Any = {"token_ids": IDS, "max_new_tokens": 24, "ignore_eos": True}
@@ -238,8 +277,11 @@ def documented(page: Path) -> dict[str, str]:
 @click.command()
 @click.argument("names", nargs=-1)
 @click.option("--page", type=click.Path(path_type=Path))
-def main(names: tuple[str, ...], page: Path | None) -> None:
+@click.option("--save", type=click.Path(path_type=Path), help="Of one of the sizes.")
+def main(names: tuple[str, ...], page: Path | None, save: Path | None) -> None:
     """Try the families NAMES, or all; write the table into the page."""
+    if save is not None:
+        return save_real(*names, folder=save)
     outcomes = []
     for name in names or NAMES:
         with tempfile.TemporaryDirectory() as folder:

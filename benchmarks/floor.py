@@ -1,6 +1,7 @@
 """Where a pass goes, against the time that its bytes take to be read.
 
     python benchmarks/floor.py BUNDLE --json floor.json
+    python benchmarks/floor.py BUNDLE --edge 512 --edge 1024    # of square pictures too
 
 It measures how fast two threads read memory, runs passes at several widths, and adds up
 onnxruntime's profile by operator. The floor is the bytes of the weights and of the
@@ -109,17 +110,38 @@ def account(bundle: Path, width: int, threads: int) -> dict[str, Any]:
     }
 
 
-def quietest(bundle: Path, width: int, threads: int) -> dict[str, Any]:
+def quietest(bundle: Path, width: int, threads: int, loads: int) -> dict[str, Any]:
     """The account of the fastest of a few loads: pages lie otherwise in each."""
-    accounts = [account(bundle, width, threads) for _ in range(LOADS)]
+    accounts = [account(bundle, width, threads) for _ in range(loads)]
     return min(accounts, key=lambda one: float(one["pass_ms"]))
+
+
+def first_token(bundle: Path, edge: int, threads: int) -> dict[str, Any]:
+    """Seconds of the encoder and of the first token about a square picture."""
+    with jetdraft.load(bundle, threads=threads) as model:
+        model.generate("a", max_new_tokens=2, method="none")
+        time.sleep(SETTLING)
+        random = np.random.default_rng(0)
+        image = random.integers(0, 256, (edge, edge, 3), np.uint8)
+        parts = {"type": "image", "image": image}, {"type": "text", "text": "What?"}
+        asked, start = [{"role": "user", "content": [*parts]}], time.perf_counter()
+        stats = model.chat(asked, max_new_tokens=1, method="none").stats
+        seconds, rows = time.perf_counter() - start, model.parts.target.pictures
+        return {
+            **{"edge": edge, "rows": stats.picture_tokens, "encoder_s": rows.seconds},
+            **{"prompt_tokens": stats.prompt_tokens, "first_token_s": seconds},
+        }
 
 
 @click.command()
 @click.argument("bundle", type=click.Path(exists=True, path_type=Path))
 @click.option("--threads", default=2, show_default=True)
+@click.option("--loads", default=LOADS, show_default=True, help="The best of them.")
+@click.option("--edge", "edges", type=int, multiple=True, help="Of a picture.")
 @click.option("--json", "output", type=click.Path(path_type=Path))
-def main(bundle: Path, threads: int, output: Path | None) -> None:
+def main(
+    bundle: Path, threads: int, loads: int, edges: tuple[int, ...], output: Path | None
+) -> None:
     """Measure the target of BUNDLE on the CPU."""
     contract = Bundle.open(bundle).target.contract
     weights = weight_bytes(bundle / Bundle.open(bundle).target.file)
@@ -132,12 +154,15 @@ def main(bundle: Path, threads: int, output: Path | None) -> None:
         "weight_bytes": weights,
         "kv_bytes": kv_bytes,
         "floor_ms": floor_ms,
-        "widths": {width: quietest(bundle, width, threads) for width in WIDTHS},
+        "widths": {w: quietest(bundle, w, threads, loads) for w in WIDTHS},
+        "pictures": [first_token(bundle, edge, threads) for edge in edges],
     }
     print(f"{speed:.1f} GB/s, weights {weights}, KV {kv_bytes}: {floor_ms:.1f} ms")
     for width, row in report["widths"].items():
         shown = ", ".join(f"{k} {v:.1f}" for k, v in row["operators_ms"].items())
         print(f"{width} rows: {row['pass_ms']:.1f} ms; {shown}")
+    for row in report["pictures"]:
+        print(", ".join(f"{name} {value:.5g}" for name, value in row.items()))
     if output is not None:
         output.write_text(json.dumps(report, indent=1) + "\n")
 

@@ -221,6 +221,13 @@ class Recipe:
             return cls("q8_0")
         return target if target.bits is None else cls("int8", 32)
 
+    @property
+    def of_encoder(self) -> Recipe:
+        """The recipe of a target's encoder of pictures: eight bits, or its floats."""
+        if self.bits is None:
+            return self
+        return Recipe.parse(RUNGS[KERNELS[not self.has_grids]][-1])
+
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Recipe:
         """Read the object that `to_json` writes; raises `BundleError`."""

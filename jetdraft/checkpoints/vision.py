@@ -1,23 +1,32 @@
 """The encoder of a checkpoint's pictures, and how its processor cuts them."""
 
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.modules.module import register_module_forward_hook
+from torch.utils.flop_counter import FlopCounterMode
 
 from jetdraft.bundle import GRID, PATCHES, SPLIT, TEXTS, WHOLE, Vision
 from jetdraft.checkpoints.defaults import read_fields
 from jetdraft.checkpoints.folder import NO_OWN_CODE, as_checkpoint_error, stored_dtype
+from jetdraft.devices.cost_model import Encoder, EncoderWork
 from jetdraft.errors import UnsupportedModelError
 from jetdraft.ort import no_progress_bars, silenced
+from jetdraft.runtime.passes.pictures import Size, cut, encoder_inputs
 
 # Files of which a folder has one if its pictures are read.
 PROCESSORS = ("preprocessor_config.json", "processor_config.json")
 _TABLE = "num_position_embeddings"  # Qwen's field for a table of positions.
+ATTENTION = "MultiHeadAttention"  # onnxruntime's operator.
 FULL = "jetdraft_flash"  # transformers gives an attention of such a name all rows.
 
 
@@ -70,18 +79,33 @@ def attend_fully(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float,
-    cu_seq_lens_q: Tensor,
+    cu_seq_lens_q: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Attend [1, heads, n, d] in both directions, in windows if each row has a number.
 
-    The numbers int64 [n] come in place of the bounds that FlashAttention reads.
+    The numbers int64 [n] come in place of the bounds that FlashAttention reads. Without
+    them a graph has an operator that holds no scores: a picture of 1920 x 1080 pixels
+    has 4 GB of them.
     """
-    scores = query @ key.transpose(-1, -2) * scaling
-    if cu_seq_lens_q.dtype == torch.int64:
+    if cu_seq_lens_q is not None and cu_seq_lens_q.dtype == torch.int64:
+        scores = query @ key.transpose(-1, -2) * scaling
         is_other = cu_seq_lens_q[:, None] != cu_seq_lens_q
         scores = scores.masked_fill(is_other, float("-inf"))
-    return (scores.softmax(-1) @ value).transpose(1, 2), None
+        return (scores.softmax(-1) @ value).transpose(1, 2), None
+    if not torch.compiler.is_exporting():
+        attended = scaled_dot_product_attention(query, key, value, scale=scaling)
+        return attended.transpose(1, 2), None
+    inputs = [x.transpose(1, 2).flatten(2) for x in (query, key, value)]
+    attended = torch.onnx.ops.symbolic(
+        f"com.microsoft::{ATTENTION}",
+        inputs,
+        attrs={"num_heads": query.shape[1], "scale": scaling},
+        dtype=query.dtype,
+        shape=inputs[0].shape,
+        version=1,
+    )
+    return attended.view(query.transpose(1, 2).shape), None
 
 
 transformers.AttentionInterface.register(FULL, attend_fully)
@@ -147,12 +171,18 @@ def picture_sizes(source: str, model: Any) -> tuple[int, int]:
     They are of a folder or hub id of `FAMILIES`, with its image processor.
     """
     fields = read_fields(source, "config.json") or {}
-    family = FAMILIES.get(fields.get("model_type", ""))
-    if family is None or all(read_fields(source, name) is None for name in PROCESSORS):
+    family = _family_of(source)
+    if family is None:
         return 0, 0
     deep = fields["vision_config"].get("deepstack_visual_indexes", ())
     width = model.get_input_embeddings().weight.shape[1]
     return width * (1 + len(deep)), len(_frequencies(model)) if family.axes else 0
+
+
+def _family_of(source: str) -> Family | None:
+    fields = read_fields(source, "config.json") or {}
+    has_processor = any(read_fields(source, name) is not None for name in PROCESSORS)
+    return FAMILIES.get(fields.get("model_type", "")) if has_processor else None
 
 
 def _frequencies(model: Any) -> list[float]:
@@ -179,34 +209,99 @@ def read_vision(
             attn_implementation="eager",
             **NO_OWN_CODE,
         )
-        processor = transformers.AutoImageProcessor.from_pretrained(
-            source, backend="pil", **NO_OWN_CODE
-        )
         tokenizer = transformers.AutoTokenizer.from_pretrained(source, **NO_OWN_CODE)
-        config, model = whole.config, whole.model
+        config = whole.config
         family = FAMILIES[config.model_type]
-        for name in ("text_model", "language_model"):
-            if hasattr(model, name):
-                setattr(model, name, None)
-        if family.encode is _encode_qwen:
-            model.visual.config._attn_implementation = FULL
-        _check_steps(source, processor)
         sections = config.get_text_config().rope_parameters.get("mrope_section", ())
         axes = family.axes(list(sections)) if family.axes else []
         vision = Vision(
             file=file,
             token=tokenizer.convert_ids_to_tokens(config.image_token_id),
             first_row=text.get_input_embeddings().weight.shape[0],
-            filter=_FILTERS[int(processor.resample)],
-            mean=tuple(processor.image_mean),
-            std=tuple(processor.image_std),
-            text={name: family.text.get(name, "") for name in TEXTS},
             frequencies=tuple(_frequencies(text) if axes else ()),
             axes=tuple(axes),
-            **{"edge": 0, "least": 1, "most": 1, "rows": 1}
-            | family.fields(processor, config),
+            **_cutting(source, family, config),
         )
-    return model.float().eval().requires_grad_(False), family.encode, vision
+        model = _without_text(whole).float().eval().requires_grad_(False)
+        return model, family.encode, vision
+
+
+def count_work(source: str, sizes: Sequence[Size]) -> Encoder | None:
+    """Count what a checkpoint's encoder does for pictures of these widths and heights.
+
+    It runs on tensors without numbers, so no weights are read. None without eyes;
+    raises `CheckpointError`, or `OptionError` without Pillow.
+
+        count_work("Qwen3-VL-2B-Instruct", [(1024, 768)]).work[0].rows    # 768
+    """
+    family = _family_of(source)
+    if family is None:
+        return None
+    quiet = silenced(logging.WARNING), no_progress_bars(), as_checkpoint_error(source)
+    with quiet[0], quiet[1], quiet[2], torch.no_grad(), FakeTensorMode() as mode:
+        config = transformers.AutoConfig.from_pretrained(source, **NO_OWN_CODE)
+        whole = transformers.AutoModelForImageTextToText.from_config(
+            config, dtype=torch.float32, attn_implementation="eager"
+        )
+        model = _without_text(whole)
+        fields = _cutting(source, family, config)
+        vision = Vision(file="", token="", first_row=0, **fields)
+
+        def encode(pixels: Any) -> tuple[Tensor, int, int]:
+            """The rows of a tile or picture, operations, bytes at a layer's ends."""
+            held = [0]
+
+            def note(layer: Any, given: Any, out: Any) -> None:
+                tensors = [t for t in (*given, out) if isinstance(t, Tensor)]
+                held.append(sum(t.nbytes for t in tensors))
+
+            inputs = map(torch.from_numpy, encoder_inputs(pixels, vision).values())
+            with FlopCounterMode(display=False, custom_mapping=_OPERATIONS) as counter:
+                hook = register_module_forward_hook(note)
+                rows = family.encode(model, *map(mode.from_tensor, inputs))
+                hook.remove()
+            return rows, counter.get_total_flops(), max(held)
+
+        rows = encode(np.zeros((vision.side, vision.side, 3), np.uint8))[0]
+        vision, work = replace(vision, rows=rows.numel() // rows.shape[-1]), []
+        for width, height in sizes:
+            tiles = cut(np.zeros((height, width, 3), np.uint8), vision)
+            passes, (_, operations, held) = len(tiles.pixels), encode(tiles.pixels[0])
+            sums = round(passes * operations / 1e9, 3), round(held / 1e6, 3)
+            work.append(EncoderWork(width, height, tiles.rows, passes, *sums))
+        weights = sum(weight.numel() for weight in model.parameters())
+        return Encoder(weights, rows.shape[-1], tuple(work))
+
+
+_FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_OPERATIONS = {_FLASH: lambda q, k, *_, **__: 4 * math.prod(q) * k[2]}  # By shapes.
+
+
+def _without_text(whole: Any) -> Any:
+    """The inner model of a checkpoint, without its language model."""
+    model = whole.model
+    for name in ("text_model", "language_model"):
+        if hasattr(model, name):
+            setattr(model, name, None)
+    for config in [m.config for m in model.modules() if hasattr(m, "config")]:
+        config._attn_implementation = FULL
+    return model
+
+
+def _cutting(source: str, family: Family, config: Any) -> dict[str, Any]:
+    """The fields of `Vision` that say how pictures are cut, but for a tile's rows."""
+    processor = transformers.AutoImageProcessor.from_pretrained(
+        source, backend="pil", **NO_OWN_CODE
+    )
+    _check_steps(source, processor)
+    return {
+        "filter": _FILTERS[int(processor.resample)],
+        "mean": tuple(processor.image_mean),
+        "std": tuple(processor.image_std),
+        "text": {name: family.text.get(name, "") for name in TEXTS},
+        **{"edge": 0, "least": 1, "most": 1, "rows": 1},
+        **family.fields(processor, config),
+    }
 
 
 _FILTERS = {1: "lanczos", 2: "bilinear", 3: "bicubic"}

@@ -221,6 +221,8 @@ def stats_line(stats: Stats) -> str:
     ends = [f"{stats.method}: {chosen}", stats.finish_reason]
     if stats.lossy:
         ends.append(f"lossy: {stats.lossy}")
+    if stats.unseen_tokens:
+        ends.append(f"the drafter had no images, {stats.unseen_tokens} rows")
     return f"[{', '.join(parts)}; {'; '.join(ends)}]"
 
 

@@ -1,6 +1,7 @@
 """jetdraft plan: predicts the memory and speed of a model on another device."""
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import click
 from jetdraft.cli.command import Command, keyword_flags
 from jetdraft.cli.flags import PATH, json_option
 from jetdraft.contracts.tensors import WIDEST
+from jetdraft.devices.cost_model import CONFIG, Encoder
 from jetdraft.devices.plan import (
     FREE,
     PROBES,
@@ -19,6 +21,7 @@ from jetdraft.devices.plan import (
     does_not_fit_error,
     plan,
 )
+from jetdraft.errors import JetdraftError, importing
 from jetdraft.runtime.planning.registry import methods
 
 # What the assumed acceptance means for a method, by the cost of its drafts.
@@ -32,6 +35,10 @@ NO_METHODS_LINE = (
 )
 
 
+# Widths and heights of the pictures that are planned.
+PICTURES = ((512, 384), (1024, 768), (1920, 1080), (2048, 1536))
+
+
 @click.command("plan", cls=Command)
 @click.argument("target", type=PATH)
 @keyword_flags(Question)
@@ -43,7 +50,7 @@ def command(target: Path, as_json: bool, **options: Any) -> None:
         for method in methods().values()
         if method.cost is not None  # it cannot be predicted on a device
     )
-    question = Question(target, **options, methods=costs)
+    question = Question(target, **options, methods=costs, encoder=_encoder(target))
     prediction = plan(question)
     if as_json:
         click.echo(json.dumps(prediction.to_json()))
@@ -55,6 +62,20 @@ def command(target: Path, as_json: bool, **options: Any) -> None:
             click.echo(NO_METHODS_LINE)
         else:
             _print_methods(prediction)
+
+
+def _encoder(target: Path) -> Encoder | None:
+    """The work of the target's encoder of pictures; None without one."""
+    folder = target.parent if target.name == CONFIG else target
+    if not [*folder.glob("*processor_config.json")]:
+        return None
+    try:
+        with importing("to plan for images", "export,images"):
+            from jetdraft.checkpoints.vision import count_work
+        return count_work(str(folder), PICTURES)
+    except JetdraftError as error:
+        warnings.warn(f"passed over: images: {error}", stacklevel=2)
+        return None
 
 
 def _print_plan(prediction: Plan, question: Question) -> None:
@@ -78,6 +99,9 @@ def _print_plan(prediction: Plan, question: Question) -> None:
     modes = [mode.name for mode in question.profile.power_modes]
     if others := [name for name in modes if name != prediction.power_mode]:
         click.echo(f"  (--power-mode {', '.join(others)}: other rates)")
+    for row in prediction.pictures:
+        figures = (f"{name} {number:.5g}" for name, number in row.items())
+        click.echo("image      " + ", ".join(figures).replace("_", " "))
 
 
 def _print_methods(prediction: Plan) -> None:

@@ -426,17 +426,17 @@ class LoadedDecoder:
     @property
     def weight_bytes(self) -> float:
         """Bytes per weight of the layers, on average."""
-        plain = self._bytes_per_weight(replace(self.recipe, head=None, raised=()))
+        plain = self.bytes_per_weight(replace(self.recipe, head=None, raised=()))
         raised = self.recipe.raised
         if not raised:
             return plain
-        more = self._bytes_per_weight(self.recipe.of_unit(str(raised[0])))
+        more = self.bytes_per_weight(self.recipe.of_unit(str(raised[0])))
         return plain + len(raised) / self.sizes.layers * (more - plain)
 
     @property
     def head_bytes(self) -> float:
         """Bytes per weight of the LM head, and of the embedding beside it."""
-        return self._bytes_per_weight(self.recipe.of_unit(HEAD))
+        return self.bytes_per_weight(self.recipe.of_unit(HEAD))
 
     @property
     def kv_bytes(self) -> float:
@@ -480,7 +480,7 @@ class LoadedDecoder:
         rate = mode.fp16_tflops * efficiency.compute
         return 2 * (self.sizes.row_weights + self.sizes.head) / (rate * 1e9)
 
-    def _bytes_per_weight(self, recipe: Recipe) -> float:
+    def bytes_per_weight(self, recipe: Recipe) -> float:
         """Bytes per weight, with a scale and a zero per `block_size` weights."""
         if recipe.scheme in GRIDS:
             return GRIDS[recipe.scheme] / 8
@@ -488,3 +488,32 @@ class LoadedDecoder:
             return self.float_bytes
         zero = 0.0 if recipe.algorithm in SYMMETRIC else recipe.bits / 8
         return recipe.bits / 8 + (self.float_bytes + zero) / recipe.block_size
+
+
+@dataclass(frozen=True)
+class EncoderWork:
+    """What an encoder does for a picture of `width` x `height` pixels.
+
+    Its `passes` make the `rows`, with `gflop` in all. A layer reads and writes at most
+    `mb` of 10^6 bytes beside its weights.
+    """
+
+    width: int
+    height: int
+    rows: int
+    passes: int
+    gflop: float
+    mb: float
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """An encoder of pictures: its weights, the numbers of a row, what pictures take."""
+
+    weights: int
+    row_size: int
+    work: tuple[EncoderWork, ...]
+
+    def weight_mb(self, target: LoadedDecoder) -> float:
+        """MB of 10^6 bytes of its weights beside a target."""
+        return self.weights * target.bytes_per_weight(target.recipe.of_encoder) / 1e6

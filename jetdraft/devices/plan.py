@@ -16,6 +16,8 @@ from jetdraft.devices.cost_model import (
     SINGLE_BYTES,
     Dimensions,
     Efficiency,
+    Encoder,
+    EncoderWork,
     LoadedDecoder,
     gguf_recipe,
 )
@@ -77,6 +79,7 @@ class Plan:
 
     `memory_mb` is of the model's parts, `available_mb` what the device has. The first
     of `rows` is plain decoding, all that a CPU's plan has. `basis` says what it is for.
+    `pictures` have the work of the target's encoder, and the least time of it.
     """
 
     provider: str
@@ -91,6 +94,7 @@ class Plan:
     pass_ms_by_width: dict[int, float]
     rows: list[Choice]
     sizes: Dimensions
+    pictures: list[dict[str, float]]
 
     @property
     def needed_mb(self) -> float:
@@ -128,6 +132,7 @@ class Plan:
             },
             "best": _choice_json(self.best),
             "rows": [_choice_json(choice) for choice in self.rows],
+            "pictures": self.pictures,
         }
 
 
@@ -157,6 +162,7 @@ class Question:
     acceptance: float = declared("drafting", 0.6)
     power_mode: str | None = declared("device", None)
     methods: tuple[MethodCost, ...] = ()
+    encoder: Encoder | None = None
     provider: str = declared("runtime", CPU, choices=PROVIDERS)
 
     def __post_init__(self) -> None:
@@ -208,6 +214,11 @@ def plan(question: Question) -> Plan:
     memory = {"target": target.memory_mb(question.context), "runtime": RUNTIME_MB}
     if drafter is not None:
         memory["drafter"] = drafter.memory_mb(question.context)
+    pictures, encoder = [], question.encoder
+    if encoder is not None:
+        rows_mb = question.context * encoder.row_size * float_bytes / 1e6
+        memory["encoder"] = encoder.weight_mb(target) + rows_mb
+        pictures = [board.picture(encoder, work) for work in encoder.work]
     return Plan(
         provider=question.provider,
         basis=ON_CPU if on_cpu else ON_GPU,
@@ -221,6 +232,7 @@ def plan(question: Question) -> Plan:
         pass_ms_by_width={width: board.pass_ms(width) for width in widths},
         rows=list(board.choices(methods, question.acceptance)),
         sizes=target.sizes,
+        pictures=pictures,
     )
 
 
@@ -255,6 +267,15 @@ class Board:
                 name, speed = method.name, 1e3 * tokens / ms
                 ratio = speed / plain
                 yield Choice(name, method.cost, shape, width, tokens, speed, ratio)
+
+    def picture(self, encoder: Encoder, work: EncoderWork) -> dict[str, float]:
+        """Add to `work` the ms of the encoder; on a CPU reading alone is known."""
+        mode, share = self.mode, self.efficiency
+        reading = encoder.weight_mb(self.target) / mode.bandwidth_gbs / share.bandwidth
+        part = share.compute.get(self.device.compute_capability, 0.0)
+        computing = work.gflop / (mode.fp16_tflops * part) if part else 0.0
+        ms = work.passes * (share.pass_ms + reading) + computing
+        return {**vars(work), "at_least_ms": round(ms, 1)}
 
     def _draft_ms(self, cost_kind: str, levels: list[tuple[int, float]]) -> float:
         """Predict the ms of a draft; `levels` are from `expected_levels`."""

@@ -16,7 +16,7 @@ from jetdraft.bundle import PATCHES, SCATTERED, STREAMS, TARGET, Vision, adapter
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.parameters import make_inputs_constant
 from jetdraft.checkpoints.streams import StreamedModel
-from jetdraft.checkpoints.vision import read_vision
+from jetdraft.checkpoints.vision import ATTENTION, read_vision
 from jetdraft.contracts.step_contract import SCORES, StepContract
 from jetdraft.errors import UnsupportedModelError
 from jetdraft.export import derived
@@ -34,7 +34,7 @@ from jetdraft.native import DOMAIN
 from jetdraft.quant.blocks import Floats
 from jetdraft.quant.edits import PARAMETER
 from jetdraft.quant.weights import Quantization, routers
-from jetdraft.recipe import KERNELS, RUNGS, Recipe
+from jetdraft.recipe import KERNELS
 
 Progress = Callable[[str, int, int], None]  # Stage, steps done, steps in all.
 
@@ -171,12 +171,15 @@ def write_vision(job: Job, contract: StepContract) -> Vision:
     names = {id(weight): f"vision.{n}" for n, weight in seeing.named_parameters()}
     model = trace(step, names)
     split_gemms(model.graph)
-    quantizer = job.quantization
-    if quantizer.recipe.bits is not None:
-        has_grids = quantizer.recipe.has_grids and not quantizer.standard
-        kernel = KERNELS[0] if has_grids else KERNELS[1]
-        recipe = Recipe.parse(RUNGS[kernel][-1])
-        Quantization(recipe, standard=quantizer.standard).apply(model)
+    standard = job.quantization.standard
+    if standard:
+        model.graph.opset_imports.pop("com.microsoft", None)
+    for node in [n for n in model.graph if standard and n.op_type == ATTENTION]:
+        node.domain, node.op_type = "", "Attention"
+        heads = node.attributes.pop("num_heads").as_int()
+        for name in ("q_num_heads", "kv_num_heads"):
+            node.attributes.add(ir.AttrInt64(name, heads))
+    Quantization(job.quantization.recipe.of_encoder, standard=standard).apply(model)
     _save_with_weights(model, file)
     job.report(stage, 1, 1)
     return vision

@@ -97,6 +97,9 @@ class Generation:
         size = len(source_tokens(source) or prompt)
         ms = parts.curve.pass_ms(self.widths[0])
         self.stats = options.stats(size, select_kv=rows, plain_ms=ms)
+        self.stats.picture_tokens = sum(picture.rows for picture in pictures)
+        if any(proposer.traits.blind for proposer in self.proposers):
+            self.stats.unseen_tokens = self.stats.picture_tokens
         self.prompt, self._source, self._pictures = prompt, source, pictures
         self.pieces: list[Piece] = []
         self._carried: list[int] = []

@@ -70,6 +70,8 @@ COUNTERS = {
     "drafted_tokens": "Tokens that were drafted.",
     "accepted_tokens": "Drafted tokens that the target chose too.",
     "reused_tokens": "Tokens of prompts that were still in the buffers.",
+    "picture_tokens": "Tokens of prompts that are rows of images.",
+    "unseen_tokens": "Rows of images in whose place a drafter had a token only.",
 }
 GAUGES = {
     "acceptance_rate": "Accepted drafted tokens per evaluated drafted token.",

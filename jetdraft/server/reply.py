@@ -78,7 +78,10 @@ class Reply:
         return {
             **{"prompt_tokens": asked, "completion_tokens": written},
             "total_tokens": asked + written,
-            "prompt_tokens_details": {"cached_tokens": cached, "audio_tokens": 0},
+            "prompt_tokens_details": {
+                **{"cached_tokens": cached, "audio_tokens": 0},
+                "image_tokens": sum(s.picture_tokens for s in prompts),
+            },
             "completion_tokens_details": {
                 "accepted_prediction_tokens": sum(sum(r.from_draft) for r in results),
                 "rejected_prediction_tokens": evaluated - accepted,

@@ -211,6 +211,7 @@ def test_wrong_wishes_are_refused(model, bundle, tmp_path):
         ({"task": "sing"}, "no task 'sing'; choose transcribe, translate"),
         ({"stop": ["a"]}, "a transcript has no stop"),
         ({"regex": "a+"}, "a transcript has no constraint"),
+        ({"images": [np.zeros((2, 2), np.uint8)]}, "a transcript has no images"),
     ):
         with pytest.raises(OptionError, match=said):
             model.transcribe(samples, **wish)

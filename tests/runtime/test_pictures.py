@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import onnx
 import pytest
 import torch
 import transformers
@@ -18,6 +19,8 @@ from tokenizers import AddedToken
 
 import jetdraft
 from jetdraft.bundle import MAX_PIXELS, PATCHES, SPLIT, TEXTS, WHOLE, Vision
+from jetdraft.checkpoints.streams import PromptSettings
+from jetdraft.checkpoints.vision import count_work
 from jetdraft.cli import main as cli
 from jetdraft.contracts.step_contract import StepContract
 from jetdraft.errors import ContractError, OptionError
@@ -32,7 +35,7 @@ from jetdraft.server.app import Service
 from tests.programs import printed
 from tests.server.serving import served
 from tests.server.test_dialects import post
-from tests.tiny import VOCAB_SIZE, exported, save_tokenizer
+from tests.tiny import VOCAB_SIZE, exported, save_prompts, save_tokenizer
 
 CAMERA = Path(__file__).parents[2] / "examples" / "camera.py"
 SIDE = 32
@@ -206,6 +209,36 @@ def test_tiles_are_those_of_the_image_processor(both, height, width):
     assert np.allclose(np.concatenate(tiles).ravel(), pixels.ravel(), atol=1e-5)
 
 
+def test_a_plan_has_the_rows_of_the_runtime(both):
+    model, whole, _ = both
+    source = Path(whole.config._name_or_path)
+    encoder = count_work(str(source), [(width, height) for height, width in SIZES])
+    stored = model.bundle.files[f"{model.bundle.vision.file}.data"]["bytes"]
+    # A file aligns its tensors, and has some constants.
+    assert encoder.weights * 4 == pytest.approx(stored, rel=0.25)
+    assert encoder.row_size == model.bundle.target.contract.picture_size
+    pictures = model.parts.target.pictures
+    for (height, width), work in zip(SIZES, encoder.work, strict=True):
+        model.forget()
+        pictures.encode([], 0, [], list, bool)
+        before, image = pictures._filled, picture(20, height, width)
+        assert model.encode_image(image) or before
+        if pictures._filled > before:
+            assert work.rows == pictures._filled - before, (height, width)
+        ids, tiles = model.parts.place_pictures([model.parts.picture_token], [image])
+        assert work.rows == ids.count(model.parts.picture_token)
+        assert work.passes == len(tiles[0].pixels)
+    assert encoder.work[0].gflop > 0
+    words = ["plan", str(source), "--device", "orin-nx-16gb", "--provider", "cuda"]
+    done = CliRunner().invoke(cli, [*words, "--json"])
+    planned = json.loads(done.stdout)
+    assert planned["memory_parts_mb"]["encoder"] > 0
+    for row in planned["pictures"]:
+        tiles = cut(picture(0, row["height"], row["width"]), model.bundle.vision)
+        assert row["rows"] == tiles.rows
+        assert row["at_least_ms"] > 0
+
+
 METHODS = ["none", "auto", "lookup", "trigram", "draft", "cascade", "tree"]
 
 
@@ -221,6 +254,10 @@ def test_texts_about_pictures_are_those_of_transformers(both, method):
     logits, text = wanted(both, messages, images)
     chosen = model.chat(messages, max_new_tokens=24, logprobs=1, **how)
     assert chosen.token_ids == text
+    rows = sum(cut(image, model.bundle.vision).rows for image in images)
+    blind = rows if method in ("auto", "draft", "cascade", "tree") else 0
+    counted = chosen.stats.to_json()
+    assert (counted["picture_tokens"], counted["unseen_tokens"]) == (rows, blind)
     best = torch.log_softmax(logits.float(), -1)[text[0]].item()
     assert chosen.logprobs[0].logprob == pytest.approx(best, abs=1e-4)
     sampled = {"max_new_tokens": 24, "temperature": 0.8, "seed": 4}
@@ -302,6 +339,36 @@ def test_prompts_without_room_or_places_are_refused(both, toy_model):
         toy_model.generate("the", images=[picture(7)])
 
 
+def test_graphs_of_the_standard_flavour_read_images(tmp_path):
+    save(tmp_path / "eyes", "qwen3_vl")
+    sizes = {"capacity": 256, "flavour": "standard"}
+    exported(tmp_path / "eyes", tmp_path / "bundle", **sizes)
+    graph = onnx.load(
+        tmp_path / "bundle" / "target-vision.onnx", load_external_data=False
+    )
+    assert {opset.domain for opset in graph.opset_import} == {""}
+    assert "Attention" in {node.op_type for node in graph.graph.node}
+    source = tmp_path / "eyes"
+    whole = transformers.AutoModelForImageTextToText.from_pretrained(source).eval()
+    processor = transformers.AutoImageProcessor.from_pretrained(source, backend="pil")
+    with jetdraft.load(tmp_path / "bundle", threads=1) as model:
+        messages, images = asked(image_of(picture(2)), text_of("the")), [picture(2)]
+        text = wanted((model, whole, processor), messages, images, 8)[1]
+        assert model.chat(messages, max_new_tokens=8).token_ids == text
+
+
+def test_a_target_with_streams_says_that_it_reads_no_images(tmp_path):
+    save(tmp_path / "eyes", "smolvlm")
+    save_prompts(tmp_path / "eyes", PromptSettings(gamma=2))
+    with pytest.warns(UserWarning, match="with streams, or in halves, reads no images"):
+        exported(tmp_path / "eyes", tmp_path / "bundle")
+    with (
+        jetdraft.load(tmp_path / "bundle", threads=1) as model,
+        pytest.raises(OptionError, match="without streams"),
+    ):
+        model.generate("the", images=[picture(7)])
+
+
 DATA = base64.b64encode(encoded(Image.fromarray(picture(8)))).decode()
 URL = f"data:image/png;base64,{DATA}"
 SHORT = {"model": "eyes", "max_tokens": 6, "temperature": 0, "stream": False}
@@ -336,6 +403,9 @@ def test_the_server_takes_pictures_in_every_dialect(both, tmp_path):
             answer = post(address, path, {**SHORT, "messages": asked(*parts)})
             assert answer.status_code == expected, answer.text
             if expected == 200:
+                asked_for = answer.json()["usage"]["prompt_tokens_details"]
+                rows = cut(picture(8), model.bundle.vision).rows
+                assert asked_for["image_tokens"] == rows
                 assert answer.json()["choices"][0]["message"]["content"] == said
         for place, body in SEEN.items():
             answer = post(address, place, {"model": "eyes", **body})
@@ -381,7 +451,7 @@ def test_a_picture_is_encoded_ahead_while_another_is_read(both):
 def rows_of_a_fake(answers):
     """Buffers of 8 rows, whose encoder gives the answers in turn, or raises them."""
 
-    def run(_, inputs):
+    def run(*_):
         answer = next(answers)
         if isinstance(answer, BaseException):
             raise answer

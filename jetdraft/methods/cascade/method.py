@@ -146,7 +146,8 @@ def _make_proposer(
     name: str, loaded: LoadedBundle, cache: DraftCache, options: MethodOptions
 ) -> Proposer:
     store = loaded.store_of(options.user)
-    below = LookupProposer(store=store, source=lambda: loaded.source)
+    end = loaded.picture_token
+    below = LookupProposer(store=store, source=lambda: loaded.source, end=end)
     return CascadeProposer(cache, below, loaded.curve.drafter)
 
 

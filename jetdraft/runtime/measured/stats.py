@@ -81,7 +81,8 @@ class Stats:
     buffers already. `lossy` names the options that may change the distribution of the
     text. `seed` is the seed of a sampled text, also where it was drawn at random. A
     pass read `select_kv` of the committed KV rows; None for all. `thought_tokens` of
-    the `new_tokens` were a thought.
+    the `new_tokens` were a thought. `picture_tokens` of the prompt are rows of images,
+    and a drafter without eyes had the image's token in place of `unseen_tokens`.
     """
 
     method: str
@@ -91,6 +92,8 @@ class Stats:
     lossy: str = ""
     select_kv: int | None = None
     reused_tokens: int = 0
+    picture_tokens: int = 0
+    unseen_tokens: int = 0
     generations: int = 0
     new_tokens: int = 0
     thought_tokens: int = 0
@@ -196,11 +199,11 @@ class Stats:
 _SUM_NAMES = (
     *("generations", "prompt_tokens", "reused_tokens", "new_tokens", "first_tokens"),
     *("target_passes", "drafted_tokens", "decode_seconds", "session_seconds"),
-    *("rounds_by_choice", "off", "thought_tokens"),
+    *("rounds_by_choice", "off", "thought_tokens", "picture_tokens", "unseen_tokens"),
 )
 _METRICS = (
     *("method", "exact", "lossy", "select_kv", "seed", "finish_reason"),
-    *("prompt_tokens", "reused_tokens"),
+    *("prompt_tokens", "reused_tokens", "picture_tokens", "unseen_tokens"),
     *("new_tokens", "thought_tokens"),
     *("target_passes", "drafted_tokens", "accepted_tokens"),
     *("acceptance_rate", "accepted_by_position", "tokens_per_pass"),

@@ -38,9 +38,12 @@ PictureInput = str | Path | bytes | npt.NDArray[np.uint8]
 image of Pillow too."""
 NO_IMAGES = (
     "the bundle's model reads no images; leave them out, or export a model of "
-    "docs/images.md with its preprocessor_config.json"
+    "docs/images.md with its preprocessor_config.json, without streams or Kangaroo"
 )
 DAMAGED = "the encoder of images gives other rows than it must; export it again"
+# What the encoder's run takes beyond its weights is given back after it.
+_FREE_AFTER_RUN = "memory.enable_memory_arena_shrinkage"
+_ARENAS = {"cpu": "cpu:0", "cuda": "cpu:0;gpu:0"}
 Size = tuple[int, int]  # Width and height.
 
 
@@ -308,6 +311,9 @@ class PictureRows:
         self.ids: Int64s = np.zeros(0, np.int64)
         self.seconds = 0.0
         self._lock = Lock()
+        self._options = ort.RunOptions()
+        if device := _ARENAS.get(memory.device):
+            self._options.add_run_config_entry(_FREE_AFTER_RUN, device)
         self._turned: list[tuple[int, int, int]] | None = None
         self._turn([])
 
@@ -369,7 +375,7 @@ class PictureRows:
             inputs = encoder_inputs(tile, self._vision)
             with self._memory.exclusive_use():
                 start = time.perf_counter()
-                (rows,) = session.run(None, inputs)
+                (rows,) = session.run(None, inputs, self._options)
                 self.seconds += time.perf_counter() - start
             end += rows.shape[1]
             if end > self._filled + picture.rows or not np.isfinite(rows).all():

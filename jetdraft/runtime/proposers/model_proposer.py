@@ -1,7 +1,7 @@
 """Drafting with a graph, token by token or level by level, and when a draft ends."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -157,7 +157,10 @@ class ModelProposer(Proposer):
         grow: Grow | None = None,
         stop: DraftStop | None = None,
     ) -> None:
-        self.cache, self.traits, self.grow, self.stop = cache, traits, grow, stop
+        contract = cache.graph.contract
+        blind = not (contract.feature_input or contract.reads)
+        self.traits = replace(traits, blind=blind)
+        self.cache, self.grow, self.stop = cache, grow, stop
         self.chooser = Chooser(Sampling())
 
     @property

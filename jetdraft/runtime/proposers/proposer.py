@@ -24,6 +24,7 @@ class Traits:
     ms_per_token      a first guess of the time of a drafted token
     probes            how many probes of the target a row can carry for it, or 0
     branches          whether it drafts a tree when a controller asks for one
+    blind             whether it drafts with a model that reads no images
 
         Traits("repeat", max_draft_tokens=15, kind=Kind.COUPLED, ms_per_token=1.2)
     """
@@ -34,6 +35,7 @@ class Traits:
     ms_per_token: float = 0.0
     probes: int = 0
     branches: bool = False
+    blind: bool = False
 
 
 @dataclass(frozen=True)

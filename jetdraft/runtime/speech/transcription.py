@@ -323,7 +323,8 @@ class OneOf:
 def _check_options(options: Options) -> None:
     """Raise `OptionError` for options that would cut or change a window's text."""
     ending, constraint = options.ending, options.constraint
-    values = constraint, ending.stops, ending.ignore_eos
-    for name, value in zip(("constraint", "stop", "ignore_eos"), values, strict=True):
+    values = constraint, ending.stops, ending.ignore_eos, options.images
+    names = "constraint", "stop", "ignore_eos", "images"
+    for name, value in zip(names, values, strict=True):
         if value:
             raise OptionError(f"a transcript has no {name}; leave it out", name)

@@ -9,7 +9,14 @@ import pytest
 from gguf import GGMLQuantizationType as Type
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from jetdraft.devices.cost_model import Dimensions, LoadedDecoder
+from jetdraft.devices.cost_model import (
+    FITTED,
+    Dimensions,
+    Encoder,
+    EncoderWork,
+    LoadedDecoder,
+)
+from jetdraft.devices.device import Device
 from jetdraft.devices.plan import (
     MethodCost,
     Question,
@@ -128,6 +135,20 @@ def test_the_context_is_read_and_kept(config):
     cache_mb = (32768 - 64) * 28 * 2 * 8 * 128 * 2 / 1e6
     assert long.needed_mb - short.needed_mb == pytest.approx(cache_mb)
     assert long.pass_ms_by_width[1] > short.pass_ms_by_width[1]
+
+
+def test_an_encoder_reads_its_weights_in_each_pass_and_computes(config):
+    encoder = Encoder(10**9, 64, (EncoderWork(64, 64, 8, 3, 500.0, 1.0),))
+    asked = replace(ask(config(CONFIG), context=1000), encoder=encoder)
+    on_gpu, on_cpu = plan(asked), plan(replace(asked, provider="cpu"))
+    mode, mb = Device.named("orin-nx-16gb").power_mode(), 1000 * (1 + 2 / 32)
+    assert on_gpu.memory_mb["encoder"] == pytest.approx(mb + 1000 * 64 * 2 / 1e6)
+    ms = 3 * (FITTED.pass_ms + mb / mode.bandwidth_gbs / FITTED.bandwidth)
+    ms += 500 / (mode.fp16_tflops * FITTED.compute["8.7"])
+    assert on_gpu.pictures[0]["at_least_ms"] == pytest.approx(ms, abs=0.1)
+    bound = 3 * 1000 * (1 + 4 / 32) / mode.bandwidth_gbs
+    assert on_cpu.pictures[0]["at_least_ms"] == pytest.approx(bound, abs=0.1)
+    assert plan(ask(config(CONFIG))).pictures == []
 
 
 def test_super_modes_are_faster(config):

@@ -33,6 +33,11 @@ def draft(context, budget=3, **options):
     # A repetition continues past the end.
     ([5, 5, 5, 5], {"budget": 8}, [5, 5, 5]),
     ([1, 2, 3, 1, 2, 3, 1, 2], {"budget": 8}, [3, 1, 2, 3, 1]),
+    # A draft ends before the token of a picture's rows.
+    ([1, 2, 8, 8, 8, 1, 2], {"end": 8}, []),
+    ([1, 2, 3, 8, 8, 1, 2, 3], {"end": 8}, []),
+    ([1, 2, 3, 8, 9, 1, 2], {"end": 8}, [3]),
+    ([1, 2, 3, 8, 9, 1, 2], {}, [3, 8]),
     ([1, 2, 3], {}, []),
     ([4], {}, []),
     ids=str,
