@@ -89,13 +89,12 @@ class Lessons:
             check_name(folder)
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._file = StoreFile(folder / LESSONS_FILE, tokenizer, _TABLES)
-        self._file.open()
+        self._file.open(lambda: None)
 
     def add(self, lesson: Lesson, user: str = "") -> None:
         """Store a lesson of a user and delete old lessons; a failure only warns."""
         try:
-            if self._file.is_missing():
-                self._file.create_or_check()
+            self._file.renew()
             with self._file.connect() as database:
                 _insert(database, lesson, check_user(user))
         except (*DAMAGE, OSError, StoreError) as error:
@@ -257,7 +256,13 @@ class WeightSets:
             if after is None:
                 return
             write_text(self.folder / CHOICE_FILE, json.dumps(asdict(after)) + "\n")
-            self._delete_unused({after.name, after.before})
+            for entry in self.folder.iterdir():  # also what killed processes have left
+                name = entry.name
+                is_set = name.startswith(PARTIAL) or _HASH.fullmatch(name)
+                if is_set and name not in (after.name, after.before):
+                    shutil.rmtree(entry, ignore_errors=True)
+                elif name.startswith(f"{CHOICE_FILE}."):
+                    entry.unlink(missing_ok=True)
 
     def settle(self, name: str, keep: bool) -> bool:
         """End the trial of a set; without `keep` the set before it drafts again.
@@ -283,15 +288,6 @@ class WeightSets:
     def clear(self) -> None:
         """Delete all sets; the bundle's own weights draft from now on."""
         self.change(lambda now: Choice(OWN, None, self.base, token_hex(16)))
-
-    def _delete_unused(self, used: set[str | None]) -> None:
-        """Delete sets that are not in `used`, and what killed processes have left."""
-        for entry in self.folder.iterdir():
-            is_set = entry.name.startswith(PARTIAL) or _HASH.fullmatch(entry.name)
-            if is_set and entry.name not in used:
-                shutil.rmtree(entry, ignore_errors=True)
-            elif entry.name.startswith(f"{CHOICE_FILE}."):
-                entry.unlink(missing_ok=True)
 
 
 def label(name: str) -> str:

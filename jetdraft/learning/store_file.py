@@ -5,15 +5,17 @@ import os
 import sqlite3
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from functools import partial
 from glob import escape
 from pathlib import Path
+from typing import TypeVar
 
 from jetdraft.errors import StoreError, as_error, printable
 from jetdraft.files import check_name
 
+T = TypeVar("T")
 DAMAGE = (sqlite3.Error, UnicodeDecodeError)  # What a damaged file raises.
 _APPLICATION_ID = 0x4A444654  # In the file's header, unlike other databases.
 _ID_OFFSET = 68  # The byte of the file's header where SQLite keeps the application id.
@@ -35,8 +37,7 @@ class StoreFile:
     """
 
     def __init__(self, path: Path, tokenizer: str, tables: str) -> None:
-        self.path = path
-        self.tokenizer = tokenizer
+        self.path, self.tokenizer = path, tokenizer
         self._tables = _ABOUT_TABLE + tables
 
     def create_or_check(self) -> None:
@@ -51,16 +52,24 @@ class StoreFile:
                 raise sqlite3.DatabaseError(verdict)
             database.execute(f"pragma application_id = {_APPLICATION_ID}")
             database.executescript(self._tables)
-            self._check_tokenizer(database)
+            # One statement, since another process may be creating the file too.
+            new = "insert into about select ? where not exists (select 1 from about)"
+            database.execute(new, (self.tokenizer,))
+            [(owner,)] = database.execute("select tokenizer from about limit 1")
+            if owner != self.tokenizer:
+                fact = f"the store {self.path} belongs to another tokenizer"
+                raise StoreError(f"{fact}; choose another file")
         self.path.chmod(0o600)
 
-    def open(self) -> None:
-        """Create or check the file; a damaged file is replaced by an empty one."""
+    def open(self, read: Callable[[], T]) -> T:
+        """Create or check the file, and `read` it; an empty file replaces a damaged."""
         try:
             self.create_or_check()
+            return read()
         except DAMAGE as error:
-            self.move_damaged(error)
-            self.create_or_check()
+            self._move_damaged(error)
+        self.create_or_check()
+        return read()
 
     @contextmanager
     def connect(self) -> Iterator[sqlite3.Connection]:
@@ -69,13 +78,18 @@ class StoreFile:
             database.execute("pragma secure_delete = on")
             yield database
 
-    def is_missing(self) -> bool:
-        """Whether the file does not exist or is empty."""
-        return not self.path.exists() or not self.path.stat().st_size
+    def renew(self) -> None:
+        """Create the file again if it was deleted or emptied, as `create_or_check`."""
+        if not self.path.exists() or not self.path.stat().st_size:
+            self.create_or_check()
 
-    def move_damaged(self, error: Exception) -> None:
+    def _move_damaged(self, error: Exception) -> None:
         """Move the file aside with a warning; `StoreError` unless `error` is damage."""
-        if _is_inaccessible(error) or not _is_ours(self.path):
+        # Locked, read-only, or on a full or broken disk.
+        names = "BUSY", "LOCKED", "PERM", "READONLY", "IOERR", "FULL", "CANTOPEN"
+        codes = [getattr(sqlite3, f"SQLITE_{name}") for name in names]
+        is_inaccessible = getattr(error, "sqlite_errorcode", 0) & 0xFF in codes
+        if is_inaccessible or not _is_ours(self.path):
             fact = f"cannot use the store {self.path} ({error})"
             raise StoreError(f"{fact}; choose another file") from error
         warnings.warn(
@@ -99,16 +113,6 @@ class StoreFile:
                 for file in self.path.parent.glob(names):
                     file.unlink(missing_ok=True)
         return count
-
-    def _check_tokenizer(self, database: sqlite3.Connection) -> None:
-        """Write the tokenizer into a new file; raise `StoreError` if it has another."""
-        # One statement, since another process may be creating the file too.
-        insertion = "insert into about select ? where not exists (select 1 from about)"
-        database.execute(insertion, (self.tokenizer,))
-        [(owner,)] = database.execute("select tokenizer from about limit 1")
-        if owner != self.tokenizer:
-            fact = f"the store {self.path} belongs to another tokenizer"
-            raise StoreError(f"{fact}; choose another file")
 
 
 def entry_times(most_days: float) -> tuple[float, float]:
@@ -143,13 +147,6 @@ def _is_ours(path: Path) -> bool:
             return True
         parts = iter(partial(handle.read, 1 << 20), b"")
         return not any(part.strip(b"\0") for part in itertools.chain([header], parts))
-
-
-def _is_inaccessible(error: Exception) -> bool:
-    """Whether the error means a file locked, read-only, or on a full or broken disk."""
-    code = getattr(error, "sqlite_errorcode", 0) & 0xFF
-    names = "BUSY", "LOCKED", "PERM", "READONLY", "IOERR", "FULL", "CANTOPEN"
-    return code in [getattr(sqlite3, f"SQLITE_{name}") for name in names]
 
 
 def _move_aside(path: Path) -> Path:

@@ -146,8 +146,8 @@ class Service:
             "/": self._serve_page,
             "/health": self._serve_health,
             "/metrics": self._serve_metrics,
-            "/v1/models": self._list_models,
-            "/v1/models/{name:path}": self._serve_model,
+            "/v1/models": self._tell_models,
+            "/v1/models/{name:path}": self._tell_models,
             "/api/version": self._serve_version,
             "/api/tags": self._tell_ollama,
             "/api/ps": self._tell_ollama,
@@ -183,7 +183,10 @@ class Service:
     async def _serve_metrics(self, request: Request) -> Response:
         return Response(self.metrics.text(), media_type="text/plain; version=0.0.4")
 
-    async def _list_models(self, request: Request) -> Json:
+    async def _tell_models(self, request: Request) -> Json:
+        """Show the model in the path, or list all."""
+        if "name" in request.path_params:
+            return self._model_entry(self._checked_name(request.path_params["name"]))
         ends = {"first_id": self.name, "last_id": self.names[-1], "has_more": False}
         return {"object": "list", "data": [*map(self._model_entry, self.names)], **ends}
 
@@ -198,9 +201,6 @@ class Service:
         asked = await self._read_object(request)
         name = str(asked.get("model", asked.get("name", self.name)))
         return fields(self._checked_name(name.removesuffix(":latest")))
-
-    async def _serve_model(self, request: Request) -> Json:
-        return self._model_entry(self._checked_name(request.path_params["name"]))
 
     def _model_entry(self, name: str) -> Json:
         capacity = self._model.parts.target.contract.capacity

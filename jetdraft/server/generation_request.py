@@ -149,12 +149,13 @@ class GenerationRequest(ModelRequest):
         options.setdefault("temperature", 0.0)  # as in Python and the terminal
         Options.of(**options)  # refuses bad options
         chunks = body.get("stream_options", {})
+        said = check_messages(body.get("messages")) if chat else []
         wanted = cls(
             prompts=[] if chat else _read_prompts(body.get("prompt")),
             n=body.get("n", 1),
             suffix=body.get("suffix", ""),
             echo=body.get("echo", False),
-            messages=_read_messages(body.get("messages")) if chat else [],
+            messages=[_read_message(m, f"messages[{n}]") for n, m in enumerate(said)],
             tools=_read_tools(body, options),
             options=options,
             model=body.get("model", ""),
@@ -360,11 +361,6 @@ def _read_prompts(prompt: object) -> list[Prompt]:
             fact = "give a prompt, or a list of prompts: texts or lists of token ids"
             raise RequestError(fact, "prompt")
     return prompts
-
-
-def _read_messages(messages: object) -> list[Message]:
-    numbered = enumerate(check_messages(messages))
-    return [_read_message(message, f"messages[{at}]") for at, message in numbered]
 
 
 def _read_message(message: Message, at: str) -> Message:

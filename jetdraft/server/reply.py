@@ -8,6 +8,7 @@ from itertools import accumulate
 from typing import Any
 from uuid import uuid4
 
+from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from jetdraft.errors import JetdraftError, OptionError
@@ -329,8 +330,11 @@ class EventStream:
     status: int = 499
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = {"Cache-Control": "no-store", **self.reply.headers}
+        kind = self.dialect.media_type
+        events = StreamingResponse(self._lines(), headers=headers, media_type=kind)
         try:
-            await self.job.wait(receive, self._send_events(send))
+            await self.job.wait(receive, events.stream_response(send))
         except RequestError:
             pass  # the client has left
         except Exception:
@@ -341,19 +345,11 @@ class EventStream:
             scope[STATUS_KEY] = self.status
             self.done(self.status)
 
-    async def _send_events(self, send: Send) -> None:
-        headers = {
-            "Content-Type": self.dialect.media_type,
-            "Cache-Control": "no-store",
-            **self.reply.headers,
-        }
-        raw = [(name.lower().encode(), v.encode()) for name, v in headers.items()]
-        await send({"type": "http.response.start", "status": 200, "headers": raw})
+    async def _lines(self) -> AsyncIterator[str]:
         async for event in self.dialect.events(self._chunks(), self.reply):
-            data = self.dialect.line(event).encode()
-            await send({"type": "http.response.body", "body": data, "more_body": True})
-        last = self.dialect.last.encode()
-        await send({"type": "http.response.body", "body": last, "more_body": False})
+            yield self.dialect.line(event)
+        if self.dialect.last:
+            yield self.dialect.last
 
     async def _chunks(self) -> Chunks:
         """Yield OpenAI's chunks of all texts; an error is the last chunk."""

@@ -2,7 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -141,9 +141,7 @@ class BlockTask(Task):
     options = TrainingOptions(steps=None)
     kind, folder_holds, least_tokens = "drafters", "drafter", 3
     largest_norm = 1.0
-    first_anchor = 1
-    """The first row of a text after which a block may begin."""
-
+    first_anchor = 1  # The first row of a text after which a block may begin.
     config: Any
 
     def shortest_sequence(self) -> tuple[int, str]:
@@ -248,5 +246,4 @@ class BlockTask(Task):
         return f"{self.product}, {size}, for blocks of {self.settings.block_rows},"
 
     def settings_of_run(self, run: Run) -> dict[str, Any]:
-        own = asdict(self.settings) | {"target": run.base}
-        return own | {"taps": list(self.config.taps)}
+        return super().settings_of_run(run) | {"taps": list(self.config.taps)}

@@ -116,16 +116,14 @@ class Corpus:
     def batch(self, step: int, size: int, part: int = 0, parts: int = 1) -> Batch:
         """Make a step's batch, or each `parts`-th of it, by seed and step alone."""
         numbers = range(step * size, (step + 1) * size)[part::parts]
-        return collate([self._example_at(number) for number in numbers])
-
-    def _example_at(self, number: int) -> Example:
-        epoch, place = divmod(number, len(self.training))
-        if epoch != self._epoch:
-            generator = torch.Generator().manual_seed(self.seed + epoch + 1)
-            order = torch.randperm(len(self.training), generator=generator)
-            self._epoch, self._order = epoch, order.tolist()
-        example: Example = self.training[self._order[place]]
-        return example
+        rows, count = list[Example](), len(self.training)
+        for epoch, place in (divmod(number, count) for number in numbers):
+            if epoch != self._epoch:
+                generator = torch.Generator().manual_seed(self.seed + epoch + 1)
+                order = torch.randperm(count, generator=generator)
+                self._epoch, self._order = epoch, order.tolist()
+            rows.append(self.training[self._order[place]])
+        return collate(rows)
 
 
 def collate(rows: Sequence[Example]) -> Batch:
@@ -175,12 +173,12 @@ class _LineReader:
 
     def _example(self, line: str, where: str) -> Example:
         head, tail = self._encode(line, where)
-        if tail is None:
-            self._check_length(head, where, least=1)
-            return Example.completed(head, len(head))
-        ids = [*head, *tail, *self.end]
-        self._check_length(ids, where, self.least)
-        if len(ids) == len(head):
+        ids = head if tail is None else [*head, *tail, *self.end]
+        least = 1 if tail is None else self.least
+        if len(ids) < least:
+            fact = f"{where} has {len(ids)} tokens, a sequence needs {least}"
+            raise DataError(f"{fact}; give longer texts")
+        if tail is not None and len(ids) == len(head):
             fact = f"{where} has an empty completion, from which nothing can be learned"
             raise DataError(f"{fact}; delete the line or complete it")
         return Example.completed(ids, len(head))
@@ -219,8 +217,3 @@ class _LineReader:
         encode, texts = self.tokenizer.encode, (prompt, messages[-1]["content"])
         head, tail = (encode(text, add_special_tokens=False).ids for text in texts)
         return head, tail if is_answered else None
-
-    def _check_length(self, ids: list[int], where: str, least: int) -> None:
-        if len(ids) < least:
-            fact = f"{where} has {len(ids)} tokens, a sequence needs {least}"
-            raise DataError(f"{fact}; give longer texts")

@@ -17,7 +17,6 @@ from jetdraft.checkpoints.layers import head_size
 from jetdraft.options import setting
 from jetdraft.train import task, teacher
 from jetdraft.train.data import IGNORED, Batch
-from jetdraft.train.run_folder import RunFolder
 from jetdraft.train.teacher import Lesson, make_lesson, shift_rows
 
 ConfigT = TypeVar("ConfigT", bound=HeadConfig)
@@ -45,12 +44,6 @@ def make_config(
     return kind(**{**vars(config), **changes})
 
 
-def layer_fields(config: HeadConfig) -> dict[str, Any]:
-    """Return the fields of a config.json that describe a head's layers."""
-    rope = {"rope_theta": config.rope["rope_theta"], "rope_scaling": None}
-    return config.fields | rope
-
-
 def stored_tensors(
     weights: Mapping[str, Tensor],
     in_float16: bool,
@@ -68,7 +61,8 @@ def layer_contents(
     """Return a config.json with a head's layers and `fields`, and its tensors."""
     dtype, tensors = stored_tensors(weights, half)
     plain = {"torch_dtype": dtype, "tie_word_embeddings": False}
-    return layer_fields(config) | plain | fields, tensors
+    rope = {"rope_theta": config.rope["rope_theta"], "rope_scaling": None}
+    return config.fields | rope | plain | fields, tensors
 
 
 def copy_weights(module: nn.Module, other: nn.Module) -> None:
@@ -153,18 +147,12 @@ class HeadTask(task.Task):
 
     config: Any
     taps: tuple[int, ...] = ()
-    ids: Tensor | None = None
-    """The draft vocabulary, int64 ascending; None for all tokens."""
-
+    ids: Tensor | None = None  # The draft vocabulary, ascending; None for all tokens.
     _cache: teacher.TensorCache | None = None
 
     def shortest_sequence(self) -> tuple[int, str]:
         """Return the steps of a draft, and two more: a row before, a token after."""
         return self.settings.unrolled + 2, f"{self.settings.unrolled} steps"
-
-    def folder(self, output: Path) -> RunFolder:
-        teacher.check_cache_folder(self.settings.cache)
-        return super().folder(output)
 
     def lesson(self, run: task.Run, batch: Batch, learns: bool) -> tuple[Any, ...]:
         folder = self.settings.cache

@@ -19,7 +19,7 @@ from jetdraft.options import Checked, setting
 from jetdraft.train.data import Batch, Corpus, collate
 from jetdraft.train.machine import Muon, has_fast_halves, precision, this_process
 from jetdraft.train.run_folder import RunFolder
-from jetdraft.train.teacher import load_target
+from jetdraft.train.teacher import check_cache_folder, load_target
 from jetdraft.train.written_texts import continuations
 
 
@@ -187,11 +187,6 @@ class Sums:
 
         Guess i counts at `place[i]`, int64 [k]; `learned` bool [..., places] has them.
         """
-
-        def by_place(numbers: Tensor) -> Tensor:
-            empty = torch.zeros(learned.shape[-1], device=numbers.device)
-            return empty.index_add(0, place, numbers.float())
-
         # A place that is not guessed stops no draft before it.
         is_right = torch.ones_like(learned)
         is_right[learned] = right
@@ -199,7 +194,8 @@ class Sums:
         before[..., 0] = 1
         reached = before[learned].bool()
         counted = losses, torch.ones_like(losses), right, reached, reached & right
-        return cls(*map(by_place, counted))
+        empty = torch.zeros(learned.shape[-1], device=losses.device)
+        return cls(*(empty.index_add(0, place, each.float()) for each in counted))
 
 
 def sum_fields(parts: Sequence[Any], *names: str) -> list[Tensor]:
@@ -258,6 +254,7 @@ class Task(ABC):
 
     def folder(self, output: Path) -> RunFolder:
         """Return the output folder, not yet made; raises `OutputError`."""
+        check_cache_folder(getattr(self.settings, "cache", None))
         return RunFolder(output, "model.safetensors", "config.json", self.folder_holds)
 
     def load(self, source: str) -> tuple[Checkpoint, str]:

@@ -92,7 +92,13 @@ def _sample(
     for number in range(longest):
         outputs = run(latest, grows, cache)
         cache = outputs.past_key_values
-        latest = _choose_tokens(outputs.logits[:, -1], chances[:, number, None], ids)
+        logits = outputs.logits[:, -1] if ids is None else outputs.logits[:, -1][:, ids]
+        totals = logits.double().softmax(-1).cumsum(-1)
+        # The token where the cumulative probability passes the chance.
+        passed = chances[:, number, None] * totals[:, -1:]
+        places = torch.searchsorted(totals, passed, right=True)
+        places = places.clamp(max=logits.shape[-1] - 1)
+        latest = places if ids is None else ids[places]
         for row, token in enumerate(latest[:, 0].tolist()):
             if grows[row]:
                 texts[row].append(token)
@@ -110,16 +116,6 @@ def _pad(texts: Sequence[list[int]], device: Any, side: str) -> tuple[Tensor, Te
     ones = [torch.ones_like(row) for row in rows]
     seen = pad_sequence(ones, batch_first=True, padding_side=side)
     return ids.to(device), seen.to(device)
-
-
-def _choose_tokens(logits: Tensor, chances: Tensor, ids: Tensor | None) -> Tensor:
-    """Return a token per row [b, 1]: where cumulative probability passes its chance."""
-    if ids is not None:
-        logits = logits[:, ids]
-    totals = logits.double().softmax(-1).cumsum(-1)
-    places = torch.searchsorted(totals, chances * totals[:, -1:], right=True)
-    places = places.clamp(max=logits.shape[-1] - 1)
-    return places if ids is None else ids[places]
 
 
 @dataclass(frozen=True)

@@ -28,20 +28,16 @@ class BlockConfig(head_layers.HeadConfig):
     """The sizes of a block drafter, and the token whose embedding stands for a mask."""
 
     mask_token: int = 0
+    # Whether the row of the last token drafts too, and each mask one token later.
     anchor_drafts: bool = False
-    """Whether the row of the last token drafts too, and each mask one token later."""
-
-    markov_rank: int = 0
-    """The width of a Markov head, 0 without it."""
+    markov_rank: int = 0  # The width of a Markov head, 0 without it.
 
 
 class BlockDrafter(draft_module.DraftModule):
     """Decoder layers whose rows see a whole block."""
 
     config: BlockConfig
-    reads_text = False
-    """Whether the context is made of tokens; otherwise it is made of features."""
-
+    reads_text = False  # Whether the context is made of tokens, not of features.
     renames: ClassVar[draft_module.Renames] = (
         (r"(?:model\.)?verifier_.*", None),
         (r"(?:model\.)?(layers\..*)", r"stack.\1"),

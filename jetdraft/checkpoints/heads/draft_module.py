@@ -121,8 +121,7 @@ class DraftModule(nn.Module):
 
     def __init__(self, config: HeadConfig, target: Any = None) -> None:
         super().__init__()
-        self.config = config
-        self.ids = None
+        self.config, self.ids = config, None
 
     @classmethod
     def recognizes(cls, files: HeadFiles) -> bool:

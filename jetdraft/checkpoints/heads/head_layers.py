@@ -29,12 +29,8 @@ class HeadConfig:
 
     hidden_size: int
     target_hidden_size: int
-    vocab_size: int
-    """Tokens of the target; drafted tokens have its ids."""
-
-    draft_vocab_size: int
-    """Rows of the LM head."""
-
+    vocab_size: int  # Tokens of the target; drafted tokens have its ids.
+    draft_vocab_size: int  # Rows of the LM head.
     taps: tuple[int, ...] = ()
     num_layers: int = 1
     num_heads: int = 0
@@ -43,15 +39,13 @@ class HeadConfig:
     intermediate_size: int = 0
     hidden_act: str = "silu"
     rms_norm_eps: float = 1e-6
+    # `rope_theta`, `rope_type` and its settings, which are not the target's.
     rope: Mapping[str, Any] = field(default_factory=dict)
-    """`rope_theta`, `rope_type` and its settings, which are not the target's."""
-
     max_positions: int = 2048
     attention_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
-    slots: int = 1
-    """Tokens that one row drafts, or that a block has for tokens to be drafted."""
+    slots: int = 1  # Tokens that a row drafts, or that a block has to be drafted.
 
     @classmethod
     def beside(cls, target: Any, width: int, **others: Any) -> Self:
@@ -93,8 +87,7 @@ class HeadLayers(nn.Module):
     def __init__(self, layers: list[nn.Module], rotary: nn.Module, config: Any) -> None:
         super().__init__()
         self.layers = nn.ModuleList(layers)
-        self.rotary = rotary
-        self.config = config
+        self.rotary, self.config = rotary, config
         self.norm_class: type[nn.Module] = next(
             type(module)
             for name, module in layers[-1].named_modules()

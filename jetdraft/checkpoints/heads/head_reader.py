@@ -6,7 +6,6 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
 from transformers.initialization import no_init_weights
 
 from jetdraft.checkpoints.checkpoint import Checkpoint
@@ -133,24 +132,18 @@ def _load_tensors(
                 "head that is complete and of a known layout"
             )
     for name, tensor in given.items():
-        if tensor.shape != wanted[name].shape:
+        stored, shape = files.stored_name(name, tensors), wanted[name].shape
+        if tensor.shape != shape:
             raise CheckpointError(
-                f"{files.stored_name(name, tensors)} of {source} is "
-                f"{list(tensor.shape)}, but its config and the target need "
-                f"{list(wanted[name].shape)}; give the head of this target"
+                f"{stored} of {source} is {list(tensor.shape)}, but its config and the "
+                f"target need {list(shape)}; give the head of this target"
             )
-        _check_finite_floats(source, files.stored_name(name, tensors), tensor)
+        if tensor.dtype not in _FLOATS:
+            kind = str(tensor.dtype).removeprefix("torch.")
+            fact = f"{stored} of {source} is {kind}; the weights of heads are read"
+            raise CheckpointError(f"{fact} as float32, float16 or bfloat16")
+        if not tensor.isfinite().all():
+            fact = f"{stored} of {source} has a NaN or an infinite number"
+            raise CheckpointError(f"{fact}; fetch it again, or train the head again")
     # A module that is filled must not lose what it shares with the target.
     head.load_state_dict(given, strict=False, assign=True)
-
-
-def _check_finite_floats(source: str, name: str, tensor: Tensor) -> None:
-    if tensor.dtype not in _FLOATS:
-        kind = str(tensor.dtype).removeprefix("torch.")
-        raise CheckpointError(
-            f"{name} of {source} is {kind}; the weights of heads are read as float32, "
-            "float16 or bfloat16"
-        )
-    if not tensor.isfinite().all():
-        fact = f"{name} of {source} has a NaN or an infinite number"
-        raise CheckpointError(f"{fact}; fetch it again, or train the head again")

@@ -6,13 +6,14 @@ in a pass: it drafts what follows the trusted tokens.
 """
 
 from collections.abc import Sequence
-from itertools import takewhile, zip_longest
+from itertools import zip_longest
 from typing import NamedTuple
 
 from jetdraft.runtime.drafters.draft_cache import DraftCache
 from jetdraft.runtime.drafts.rows import Kind, Rows, Tokens
 from jetdraft.runtime.loaded import LoadedBundle
 from jetdraft.runtime.measured.stats import Acceptance, PositionRates, prior_of
+from jetdraft.runtime.passes.prefix import common_length
 from jetdraft.runtime.proposers.drafter_methods import drafter_method
 from jetdraft.runtime.proposers.lookup import Guess, LookupProposer
 from jetdraft.runtime.proposers.method import MethodOptions
@@ -132,18 +133,13 @@ class CascadeProposer(ModelProposer):
         answer = self.cache.review(context, guess)
         positions = range(len(context), len(context) + 1 + len(guess))
         chosen = self.chooser.choose(answer, positions)
-        return chosen[: 1 + _common_length(chosen, guess)]
+        return chosen[: 1 + common_length(chosen, guess)]
 
 
 def _as_trials(tokens: list[int], guess: Guess, by_drafter: bool) -> list[Trial]:
-    compared = min(len(tokens), 1 + _common_length(tokens, guess.tokens))
+    compared = min(len(tokens), 1 + common_length(tokens, guess.tokens))
     pairs = enumerate(zip_longest(tokens, guess.tokens[:compared]))
     return [Trial(*pair, guess.evidence(place), by_drafter) for place, pair in pairs]
-
-
-def _common_length(tokens: list[int], others: list[int]) -> int:
-    pairs = zip(tokens, others, strict=False)
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def _make_proposer(

@@ -11,7 +11,7 @@ from jetdraft.errors import OptionError
 from jetdraft.methods.diffusion.module import MODEL_TYPE, Diffusion
 from jetdraft.options import setting
 from jetdraft.train.blocks import BlockSettings, BlockTask
-from jetdraft.train.heads import layer_fields, make_config, stored_tensors
+from jetdraft.train.heads import layer_contents, make_config
 from jetdraft.train.task import Contents, Run, Tensors
 
 LAYERS = 2
@@ -67,6 +67,8 @@ class DiffusionTask(BlockTask):
         return drafter
 
     def contents(self, run: Run, weights: Tensors, figures: Any) -> Contents:
-        dtype, tensors = stored_tensors(weights, self.settings.half)
         own = {"model_type": MODEL_TYPE, "block_size": self.config.slots}
-        return layer_fields(self.config) | {"dtype": dtype} | own, tensors
+        half = self.settings.half
+        return layer_contents(
+            self.config, weights, half, **own, tie_word_embeddings=True
+        )

@@ -27,8 +27,6 @@ from jetdraft.train import task
 from jetdraft.train.data import Batch, Example, collate, split_batch
 from jetdraft.train.heads import stored_tensors
 from jetdraft.train.labels import BETA, DIVERGENCES, Labels, exact_labels, learned_mask
-from jetdraft.train.run_folder import RunFolder
-from jetdraft.train.teacher import check_cache_folder
 from jetdraft.train.written_texts import continuations, prompt_size, text_seed
 
 MAX_READINGS = 50  # The most readings of a text by default; the trainer warns of more.
@@ -125,10 +123,6 @@ class ModelTask(task.Task):
 
     def shortest_sequence(self) -> tuple[int, str]:
         return 2, "a drafter"
-
-    def folder(self, output: Path) -> RunFolder:
-        check_cache_folder(self.settings.cache)
-        return super().folder(output)
 
     def check(self, run: task.Run) -> None:
         """Make the drafter `model`, before the target writes for hours."""

@@ -82,9 +82,8 @@ class Eagle(DraftModule):
         self.lm_head = target.get_output_embeddings()
         self.stack = self._make_stack(target)
         width, norm = config.hidden_size, self.stack.norm
-        joined = width * 2
-        if config.eagle3:
-            joined = config.target_hidden_size * len(config.taps)
+        of_taps = config.target_hidden_size * len(config.taps)
+        joined = of_taps if config.eagle3 else 2 * width
         self.fc = nn.Linear(joined, width, bias=config.fc_bias)
         self.norm = norm(width) if config.final_norm else nn.Identity()
         if config.join_norms:
@@ -97,8 +96,7 @@ class Eagle(DraftModule):
         self.attend_with("sdpa")
 
     def _make_stack(self, target: Any) -> HeadLayers:
-        config = self.config
-        stack = make_layers(config)
+        stack, config = make_layers(self.config), self.config
         if config.eagle3:
             stack.layers[0] = _FirstLayer(stack.layers[0], config)
         else:

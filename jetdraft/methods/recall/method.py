@@ -32,11 +32,8 @@ class RecallProposer(Proposer):
     traits = Traits("recall", max_draft_tokens=WIDEST - 1)
 
     def __init__(self, store: ResponseStore, similarity: Similarity) -> None:
-        self.store = store
-        self.similarity = similarity
-        self._prompt_tokens = 0
-        self._read: list[int] = []
-        self._scripts: list[Script] = []
+        self.store, self.similarity = store, similarity
+        self._prompt_tokens, self._read, self._scripts = 0, list[int](), list[Script]()
 
     def begin(self, prompt: Sequence[int], chooser: Chooser) -> None:
         """Find similar earlier requests, and adapt their responses to this prompt."""
@@ -70,9 +67,7 @@ class Script:
 
     def __init__(self, tokens: list[int]) -> None:
         self.tokens = tokens
-        self.place = 0
-        self.agreed = 0
-        self.lost = False
+        self.place, self.agreed, self.lost = 0, 0, False
 
     def next_tokens(self, count: int) -> list[int]:
         """Return the next tokens, at most `count`; [] while it is lost."""
@@ -81,9 +76,7 @@ class Script:
     def follow(self, output: Sequence[int]) -> None:
         """Move `place` past the last token of `output`, or to its next ending."""
         if self.tokens[self.place : self.place + 1] == list(output[-1:]):
-            self.place += 1
-            self.agreed += 1
-            self.lost = False
+            self.place, self.agreed, self.lost = self.place + 1, self.agreed + 1, False
             return
         self.agreed, self.lost = 0, True
         for size in range(LONGEST_ENDING, 0, -1):

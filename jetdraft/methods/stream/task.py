@@ -16,7 +16,7 @@ from jetdraft.checkpoints.streams import SHARED, StreamedModel
 from jetdraft.errors import CheckpointError
 from jetdraft.train.attention import IMPLEMENTATION
 from jetdraft.train.data import IGNORED, Batch
-from jetdraft.train.task import Contents, ProbeTask, Run, Tensors
+from jetdraft.train.task import Contents, ProbeTask, Run, Tensors, round_figures
 from jetdraft.train.teacher import refuse_gguf
 
 # The weights alpha_0 and alpha_j of the losses of main rows and of streams.
@@ -71,9 +71,8 @@ class StreamTask(ProbeTask):
             streamed.streams.embeddings.normal_().mul_(states.abs().median())
         return streamed
 
-    def pupil(self, drafter: Any) -> nn.Module:
-        module: nn.Module = drafter
-        return module
+    def pupil(self, drafter: nn.Module) -> nn.Module:
+        return drafter
 
     def weights(self, run: Run) -> dict[str, Tensor]:
         return dict(run.module.task)
@@ -91,7 +90,7 @@ class StreamTask(ProbeTask):
 
         def mean(name: str) -> Any:
             values = torch.stack([getattr(part, name) for part in parts]).float()
-            return [round(x, 4) for x in values.mean(0).reshape(-1).tolist()]
+            return round_figures(values.mean(0).reshape(-1))
 
         return {
             "main_loss": mean("main")[0],

@@ -13,7 +13,7 @@ import numpy as np
 
 from jetdraft.contracts.tensors import Float32s
 from jetdraft.errors import BundleError, StoreError
-from jetdraft.learning.store_file import DAMAGE, StoreFile, check_user, entry_times
+from jetdraft.learning.store_file import StoreFile, check_user, entry_times
 
 MAX_ENTRIES = 256
 MAX_DAYS = 30.0
@@ -62,39 +62,28 @@ class ResponseStore:
         self._store_file = StoreFile(file, tokenizer, _TABLES)
         self._by_user: dict[str, ResponseStore] = {user: self}
         self.user = check_user(user)
-        self.entries: list[Entry] = []
-        """The user's entries, latest first."""
-        self.entries = self._open_and_read()
+        self.entries: list[Entry] = []  # The user's, latest first.
+        self.entries = self._store_file.open(self._read_entries)
 
     def of(self, user: str) -> "ResponseStore":
         """Return another user's store in the same file; raises `StoreError`."""
         if user not in self._by_user:
             store = copy(self)
             store.user, store.entries = check_user(user), []
-            store.entries = store._open_and_read()
+            store.entries = self._store_file.open(store._read_entries)
             if len(self._by_user) == MAX_USERS:
                 del self._by_user[next(iter(self._by_user))]
             self._by_user[user] = store
         self._by_user[user] = self._by_user.pop(user)  # the last to be dropped
         return self._by_user[user]
 
-    def _open_and_read(self, is_retry: bool = False) -> list[Entry]:
-        """Read the entries of the user; a damaged file is replaced by an empty file."""
-        try:
-            self._store_file.create_or_check()
-            with self._store_file.connect() as database:
-                self._delete_old_entries(database)
-            return self._read_entries()
-        except DAMAGE as error:
-            if is_retry:
-                raise
-            self._store_file.move_damaged(error)
-        return self._open_and_read(is_retry=True)
-
     def _read_entries(self) -> list[Entry]:
+        """Read the entries of the user, after old entries of all users are deleted."""
         known = {(entry.id, entry.used): entry for entry in self.entries}
         times, entries = entry_times(self.most_days), list[Entry]()
         with self._store_file.connect() as database:
+            deletion = "delete from entries where used not between ? and ?"
+            database.execute(deletion, times)
             keys = database.execute(
                 "select id, used from entries where user = ? and used between ? and ?"
                 " and length(prompt) + length(response) <= ?"
@@ -116,10 +105,6 @@ class ResponseStore:
                     entries.append(entry)
         return entries
 
-    def _delete_old_entries(self, database: sqlite3.Connection) -> None:
-        times = entry_times(self.most_days)
-        database.execute("delete from entries where used not between ? and ?", times)
-
     def add(self, entry: Entry) -> None:
         """Replace the request's earlier entry by this entry; a failure only warns."""
         length = len(entry.prompt) + len(entry.response)
@@ -134,8 +119,7 @@ class ResponseStore:
 
     def _write_entry(self, entry: Entry) -> None:
         """Write an entry, drop the request's earlier entry; raises `sqlite3.Error`."""
-        if self._store_file.is_missing():
-            self._store_file.create_or_check()
+        self._store_file.renew()
         texts = (entry.prompt, entry.response)
         prompt, response = (np.asarray(ids, np.uint32).tobytes() for ids in texts)
         key = self.user, prompt
@@ -147,7 +131,6 @@ class ResponseStore:
             if earlier and isinstance(earlier[0], bytes):
                 response = earlier[0] if earlier[0].startswith(response) else response
             database.execute("delete from entries where user = ? and prompt = ?", key)
-            self._delete_old_entries(database)
             database.execute(
                 "insert into entries (user, used, prompt, response, vector)"
                 " values (?, ?, ?, ?, ?)",

@@ -23,16 +23,16 @@ from jetdraft.runtime.proposers.model_proposer import (
     THRESHOLDS,
     DraftStop,
     Grow,
+    GrowShape,
     Guesses,
-    Levels,
     ModelProposer,
     ProbeProposer,
-    SharedGuesses,
     confidence,
+    grow_guesses,
+    grow_levels,
     make_draft_stop,
 )
 from jetdraft.runtime.proposers.proposer import Proposer, Traits
-from jetdraft.runtime.trees.shapes import Shape
 
 SAMPLES = ({"tree": "best"}, {"tree": "heap"}, {"tree": "comb"})
 PROBABILITY = Range(lambda p: 0.0 <= p <= 1.0, "0 (off) to 1")  # 0 switches it off.
@@ -93,7 +93,7 @@ def token_proposer(
     loaded: LoadedBundle,
     cache: DraftCache,
     options: DraftOptions,
-    grow: Callable[[Shape], Grow] = Levels,
+    grow: GrowShape = grow_levels,
 ) -> Proposer:
     """Make a proposer that drafts token by token, or by levels or blocks of a tree."""
     stop = make_draft_stop(options.stopping, options.stop_threshold, loaded)
@@ -110,7 +110,7 @@ def chain_or_tree_proposer(
     options: TreeOptions,
     ms_per_token: float,
     stop: DraftStop | None,
-    grow: Callable[[Shape], Grow] = Levels,
+    grow: GrowShape = grow_levels,
 ) -> Proposer:
     """Make a proposer of chains that `stop` ends, or of trees that `grow` drafts."""
     widest = cache.graph.contract.max_width - 1
@@ -118,7 +118,7 @@ def chain_or_tree_proposer(
     if not options.branched:
         return ModelProposer(cache, traits, stop=stop)
     check_trees(loaded.target, cache.graph)
-    return ModelProposer(cache, traits, grow(options.shape))
+    return ModelProposer(cache, traits, partial(grow, options.shape))
 
 
 def guess_proposer(
@@ -136,7 +136,9 @@ def guess_proposer(
     most = contract.max_width - 1 if options.branched or branches else count
     ms = loaded.curve.drafter / count
     traits = Traits(name, most, options.kind, ms, branches=branches)
-    grow = SharedGuesses(options.shape) if options.branched else chain or Guesses()
+    grow = chain or Guesses()
+    if options.branched:
+        grow = partial(grow_guesses, options.shape)
     return ModelProposer(cache, traits, grow)
 
 

@@ -105,8 +105,7 @@ class _SequenceLookup:
 
     def _learn(self, fresh: Sequence[int]) -> None:
         self._automaton.extend(fresh)
-        match = self._automaton.match
-        self._place = match, self._automaton.length(match)
+        self._place = self._automaton.match
 
     def guess_after(self, drafted: Sequence[int], count: int) -> Guess:
         """The tokens after the match, at most as many as matched."""
@@ -122,8 +121,7 @@ class _ResponseLookup(_SequenceLookup):
 
     def __init__(self, store: ResponseStore) -> None:
         super().__init__()
-        self._automaton = SuffixAutomaton()
-        self._store = store
+        self._automaton, self._store = SuffixAutomaton(), store
         self._indexed: set[tuple[int, float]] = set()
 
     def _restart(self) -> None:
@@ -157,18 +155,14 @@ class SuffixAutomaton:
 
     def __init__(self) -> None:
         self._next: list[dict[int, int]] = [{}]
-        self._link = [-1]
-        self._length = [0]
-        self._count = [0]
-        self._latest = [0]
+        self._link, self._length, self._count, self._latest = [-1], [0], [0], [0]
         self._last, self._size = ROOT, 0
 
     def extend(self, tokens: Iterable[int]) -> None:
         """Append tokens to the current sequence."""
         for token in tokens:
-            self._last = self._append_token(token)
+            ending = self._last = self._append_token(token)
             self._size += 1
-            ending = self._last
             for _ in range(MAX_LINKS):
                 if ending <= ROOT:
                     break
@@ -181,13 +175,11 @@ class SuffixAutomaton:
         self._last = ROOT
 
     @property
-    def match(self) -> int:
-        """The state of the longest ending of the sequence that occurred before."""
+    def match(self) -> tuple[int, int]:
+        """The longest ending of the sequence that occurred before: state and length."""
         occurred_before = self._count[self._last] > 1
-        return self._last if occurred_before else max(self._link[self._last], ROOT)
-
-    def length(self, state: int) -> int:
-        return self._length[state]
+        state = self._last if occurred_before else max(self._link[self._last], ROOT)
+        return state, self._length[state]
 
     def step(self, state: int, length: int, token: int) -> tuple[int, int]:
         """Advance a match of another text by `token`; returns its state and length."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +138,7 @@ class AcceptanceHead:
 
 # Makes a draft of a graph's answer after the root of a tree without other rows yet.
 Grow = Callable[[DraftCache, Answer, Tree], Rows]
+GrowShape = Callable[[Shape, DraftCache, Answer, Tree], Rows]
 
 
 class ModelProposer(Proposer):
@@ -193,7 +195,7 @@ class ModelProposer(Proposer):
         answer = self.cache.follow(context)
         grow = self.grow
         if parents is not None:
-            grow = SharedGuesses(Static(parents))
+            grow = partial(grow_guesses, Static(parents))
         if answer is not None and grow is not None:
             tree = Tree(kind, self.chooser, len(context), budget, tokens)
             return grow(self.cache, answer, tree)
@@ -208,31 +210,26 @@ class ModelProposer(Proposer):
         return Rows.chain(tokens, kind)
 
 
-class Levels:
-    """Grows a tree with a pass of the graph per level; the graph keeps no row."""
-
-    def __init__(self, shape: Shape) -> None:
-        self.shape = shape
-
-    def __call__(self, cache: DraftCache, answer: Answer, tree: Tree) -> Rows:
-        widest = cache.graph.contract.max_width
-        # Of each row, past the cursor in the graph's buffers.
-        slots: dict[int, int] = {}
-        answers = {0: tree.chooser.draft_distribution(answer)}
-        while rows := self.shape.grow(tree, answers):
-            # A wide level is cut, and a full buffer or mask ends the draft.
-            filled = len(slots)
-            rows = rows[: min(widest, cache.graph.draft_room(filled))]
-            if not rows:
-                break
-            # From the root's child to the row's parent, the last, as `Rows.ancestors`.
-            above = [[slots[r] for r in tree.path(row)[-2:0:-1]] for row in rows]
-            tokens = [tree.tokens[row] for row in rows]
-            depths = [tree.depths[row] - 1 for row in rows]
-            answer = cache.branch(PlacedRows(tokens, depths, above, filled))
-            slots.update(zip(rows, range(filled, filled + len(rows)), strict=True))
-            answers = dict(zip(rows, distributions(answer, tree.chooser), strict=True))
-        return self.shape.rows_to_verify(tree).depth_first()
+def grow_levels(shape: Shape, cache: DraftCache, answer: Answer, tree: Tree) -> Rows:
+    """Grow a tree with a pass of the graph per level; the graph keeps no row."""
+    widest = cache.graph.contract.max_width
+    # Of each row, past the cursor in the graph's buffers.
+    slots: dict[int, int] = {}
+    answers = {0: tree.chooser.draft_distribution(answer)}
+    while rows := shape.grow(tree, answers):
+        # A wide level is cut, and a full buffer or mask ends the draft.
+        filled = len(slots)
+        rows = rows[: min(widest, cache.graph.draft_room(filled))]
+        if not rows:
+            break
+        # From the root's child to the row's parent, the last, as `Rows.ancestors`.
+        above = [[slots[r] for r in tree.path(row)[-2:0:-1]] for row in rows]
+        tokens = [tree.tokens[row] for row in rows]
+        depths = [tree.depths[row] - 1 for row in rows]
+        answer = cache.branch(PlacedRows(tokens, depths, above, filled))
+        slots.update(zip(rows, range(filled, filled + len(rows)), strict=True))
+        answers = dict(zip(rows, distributions(answer, tree.chooser), strict=True))
+    return shape.rows_to_verify(tree).depth_first()
 
 
 class Guesses:
@@ -266,19 +263,14 @@ class Guesses:
         return tokens, True
 
 
-class SharedGuesses:
-    """Grows a tree of guesses: all rows of a depth draw from the same guess."""
-
-    def __init__(self, shape: Shape) -> None:
-        self.shape = shape
-
-    def __call__(self, cache: DraftCache | None, answer: Answer, tree: Tree) -> Rows:
-        levels, rows = distributions(answer, tree.chooser), [0]
-        while rows:
-            deep = ((row, tree.depths[row]) for row in rows)
-            answers = {row: levels[depth] for row, depth in deep if depth < len(levels)}
-            rows = self.shape.grow(tree, answers) if answers else []
-        return self.shape.rows_to_verify(tree).depth_first()
+def grow_guesses(shape: Shape, cache: object, answer: Answer, tree: Tree) -> Rows:
+    """Grow a tree of guesses: all rows of a depth draw from the same guess."""
+    levels, rows = distributions(answer, tree.chooser), [0]
+    while rows:
+        deep = ((row, tree.depths[row]) for row in rows)
+        answers = {row: levels[depth] for row, depth in deep if depth < len(levels)}
+        rows = shape.grow(tree, answers) if answers else []
+    return shape.rows_to_verify(tree).depth_first()
 
 
 class ProbeProposer(Proposer):
@@ -318,8 +310,9 @@ class ProbeProposer(Proposer):
         """Draft guesses after a context: a tree of this shape, or a chain for None."""
         root = [context[-1]]
         tree = Tree(self.traits.kind, self.chooser, len(context), budget, root)
-        grow = Guesses() if shape is None else SharedGuesses(shape)
-        return grow(None, answer, tree)
+        if shape is None:
+            return Guesses()(None, answer, tree)
+        return grow_guesses(shape, None, answer, tree)
 
 
 def distributions(answer: Answer, chooser: Chooser) -> list[Distribution]:

@@ -18,7 +18,7 @@ import heapq
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -35,7 +35,10 @@ RANK_RATES = (0.63, 0.13, 0.06, 0.036, 0.024, 0.016, 0.013, 0.01)
 
 @dataclass
 class Tree:
-    """The drafted rows, up to `budget`; the root's children are at `position`."""
+    """The drafted rows, up to `budget`; the root's children are at `position`.
+
+    `notes` are what a shape keeps of rows while it grows them.
+    """
 
     kind: Kind
     chooser: Chooser
@@ -45,6 +48,7 @@ class Tree:
     parents: list[int] = field(default_factory=lambda: [-1])
     depths: list[int] = field(default_factory=lambda: [0])
     drawn_from: dict[int, Distribution] = field(default_factory=dict)
+    notes: dict[int, Any] = field(default_factory=dict)
 
     @property
     def room(self) -> int:
@@ -147,19 +151,17 @@ class Static(Shape):
                 fix = f"parents come before their children, so give 0 to {row - 1}"
                 raise DraftingError(f"{fact}; {fix}")
         self.parents = parents
-        self._numbers: dict[int, int] = {}
 
     def grow(self, tree: Tree, answers: Mapping[int, Distribution]) -> list[int]:
-        if 0 in answers:
-            self._numbers = {0: 0}
-        level = []
+        level, row_numbers = [], tree.notes
+        row_numbers.setdefault(0, 0)
         for row, q in answers.items():
-            parents, row_number = self.parents[: tree.budget], self._numbers[row]
-            numbers = [n for n, parent in enumerate(parents, 1) if parent == row_number]
+            above = enumerate(self.parents[: tree.budget], 1)
+            numbers = [n for n, parent in above if parent == row_numbers[row]]
             rows = tree.add(row, q, tree.children_of(row, q, len(numbers)))
-            self._numbers.update(zip(rows, numbers, strict=False))
+            row_numbers.update(zip(rows, numbers, strict=False))
             level += rows
-        return [row for row in level if self._numbers[row] in self.parents]
+        return [row for row in level if row_numbers[row] in self.parents]
 
 
 class Best(Static):
@@ -214,26 +216,21 @@ class Rerank(Shape):
     kinds = _RANK_KINDS
     BREADTH, DEPTH = 6, 5  # Rows that expand in a level, and levels.
 
-    def __init__(self) -> None:
-        self._scores: list[float] = []
-
     def grow(self, tree: Tree, answers: Mapping[int, Distribution]) -> list[int]:
-        if 0 in answers:
-            self._scores = [0.0]
-        level = []
+        level, scores = list[int](), tree.notes
+        scores.setdefault(0, 0.0)
         for row, q in answers.items():
-            tokens = tree.children_of(row, q, self.BREADTH)
-            level += tree.add(row, q, tokens)
-            score = self._scores[row]
-            self._scores += [score + _log_probability(q, token) for token in tokens]
+            for child in tree.add(row, q, tree.children_of(row, q, self.BREADTH)):
+                scores[child] = scores[row] + _log_probability(q, tree.tokens[child])
+                level.append(child)
         if not level or tree.depths[level[0]] >= self.DEPTH:
             return []
-        level.sort(key=lambda row: -self._scores[row])
+        level.sort(key=lambda row: -scores[row])
         return sorted(level[: self.BREADTH])
 
     def rows_to_verify(self, tree: Tree) -> Rows:
         # A row scores no better than its parent, so the ancestors of a row stay too.
-        order = sorted(range(len(tree.tokens)), key=lambda r: (-self._scores[r], r))
+        order = sorted(range(len(tree.tokens)), key=lambda r: (-tree.notes[r], r))
         best = sorted(order[: tree.budget + 1])
         return Rows(tree.tokens, tree.parents, tree.kind).only(best)
 
@@ -269,13 +266,8 @@ class Merged(Shape):
     BREADTH, DEPTH, REPEAT = 3, 5, 1
     LEAST_SHARE, LEAST = 0.1, 0.1
 
-    def __init__(self) -> None:
-        self._repeats: dict[int, int] = {}
-
     def grow(self, tree: Tree, answers: Mapping[int, Distribution]) -> list[int]:
-        if 0 in answers:
-            self._repeats = {}
-        growing = []
+        growing, repeats = [], tree.notes
         for row, q in answers.items():
             if not tree.room:
                 break
@@ -286,7 +278,7 @@ class Merged(Shape):
             for child in tree.add(row, q, tokens[: tree.room]):
                 original = self._find_original(tree, child)
                 if original is not None:
-                    self._repeats[child] = original
+                    repeats[child] = original
                 elif chances[tree.tokens[child]] >= self.LEAST:
                     growing.append(child)
         return [row for row in growing if tree.depths[row] < self.DEPTH]
@@ -296,7 +288,7 @@ class Merged(Shape):
         path = tree.path(row)
         ending = [tree.tokens[r] for r in path[: 1 + self.REPEAT]]
         for other in range(1, row):
-            if other in path or other in self._repeats:
+            if other in path or other in tree.notes:
                 continue
             if [tree.tokens[r] for r in tree.path(other)[: len(ending)]] == ending:
                 return other
@@ -311,9 +303,9 @@ class Merged(Shape):
         originals = list(range(len(tokens)))
         # The list grows while it is read, so copies get copies of children too.
         for row, original in enumerate(originals):
-            if row < len(tree.tokens) and row not in self._repeats:
+            if row < len(tree.tokens) and row not in tree.notes:
                 continue  # the drafter has drafted below it
-            for child in children.get(self._repeats.get(original, original), []):
+            for child in children.get(tree.notes.get(original, original), []):
                 if len(tokens) <= tree.budget:
                     tokens.append(tree.tokens[child])
                     parents.append(row)
@@ -369,24 +361,19 @@ class ReachThreshold(Shape):
     name = "threshold"
     kinds = _DISTINCT_KINDS
 
-    def __init__(self) -> None:
-        self._reach: dict[int, float] = {}
-
     def grow(self, tree: Tree, answers: Mapping[int, Distribution]) -> list[int]:
-        if 0 in answers:
-            self._reach = {0: 1.0}
-        least = 1.0 / tree.budget
-        fresh = []
+        fresh, reaches, least = [], tree.notes, 1.0 / tree.budget
+        reaches.setdefault(0, 1.0)
         for row, q in answers.items():
-            reach, tokens = self._reach[row], list[int]()
+            reach, tokens = reaches[row], list[int]()
             for token, share in _family(tree, row, q)[: tree.room]:
                 if reach < least:
                     break
-                self._reach[len(tree.tokens) + len(tokens)] = reach * share
+                reaches[len(tree.tokens) + len(tokens)] = reach * share
                 reach *= 1.0 - share
                 tokens.append(token)
             fresh += tree.add(row, q, tokens)
-        return [row for row in fresh if self._reach[row] >= least] if tree.room else []
+        return [row for row in fresh if reaches[row] >= least] if tree.room else []
 
 
 # The shapes that an option's value is enough for, by name.
