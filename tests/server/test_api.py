@@ -21,6 +21,7 @@ from jetdraft.server.generation_request import (
     GenerationRequest,
 )
 from jetdraft.server.reply import Reply
+from tests import cases
 
 PROMPT = "The robot sees"
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -121,9 +122,7 @@ def test_logprobs(client, model):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(
-    "choice", ["required", {"type": "function", "function": {"name": "read_sensor"}}]
-)
+@cases("choice", "required", {"type": "function", "function": {"name": "read_sensor"}})
 def test_a_tool_is_called(client, choice, stream):
     found = client.chat.completions.create(
         model="toy", messages=[{"role": "user", "content": "What is on the left?"}],
@@ -393,9 +392,8 @@ def test_more_tokens_than_the_bound_are_capped(client):
 
 
 @pytest.mark.parametrize("size", [1, 5, 999])
-@pytest.mark.parametrize(
-    ("end", "said"),
-    [("\n<tool_call>\n{", "I call.\n\n<tool_call>\n{"), (" \n", "I call.")],
+@cases(
+    "end, said", ("\n<tool_call>\n{", "I call.\n\n<tool_call>\n{"), (" \n", "I call.")
 )
 def test_a_broken_call_is_text_and_a_whole_call_is_sent_at_once(size, end, said):
     call = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
