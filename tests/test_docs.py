@@ -28,6 +28,7 @@ from jetdraft.export import request
 from jetdraft.runtime.planning.registry import AUTO, NONE, methods
 from jetdraft.runtime.proposers.method import MethodOptions
 from jetdraft.testing import toy_bundle
+from tests import cases
 from tests.cli.test_help import COMMANDS
 from tests.documents import (
     BOARD,
@@ -352,16 +353,14 @@ def pages(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    ("page", "names"),
-    [
-        ("jetdraft", [name for name in jetdraft.__all__ if name != EXPORT]),
-        ("jetdraft", ["Model.generate", "Stream.cancel", "Stats.tokens_per_pass"]),
-        ("jetdraft/errors", ["JetdraftError", "OptionError"]),
-        ("jetdraft/export/request", [EXPORT]),
-        ("jetdraft/methods", ["Method", "Proposer.propose", "registered"]),
-        ("jetdraft/recipe", ["Recipe.parse"]),
-    ],
+@cases(
+    "page, names",
+    ("jetdraft", [name for name in jetdraft.__all__ if name != EXPORT]),
+    ("jetdraft", ["Model.generate", "Stream.cancel", "Stats.tokens_per_pass"]),
+    ("jetdraft/errors", ["JetdraftError", "OptionError"]),
+    ("jetdraft/export/request", [EXPORT]),
+    ("jetdraft/methods", ["Method", "Proposer.propose", "registered"]),
+    ("jetdraft/recipe", ["Recipe.parse"]),
 )
 def test_public_names_are_shown(pages, page, names):
     shown = (pages / f"{page}.html").read_text()
@@ -433,9 +432,7 @@ def test_links_lead_out_of_the_documents(repository, tmp_path):
     assert (site / "reference/jetdraft.html").exists()
 
 
-@pytest.mark.parametrize(
-    "link", ["docs/nothing.md", "docs/page.md#nothing", "nothing.json", "nothing"]
-)
+@cases("link", "docs/nothing.md", "docs/page.md#nothing", "nothing.json", "nothing")
 def test_a_link_that_leads_nowhere_is_an_error(repository, tmp_path, link):
     (repository / "README.md").write_text(f"# First\n\n[broken]({link})\n")
     with pytest.raises(Abort):

@@ -20,6 +20,7 @@ import jetdraft
 from jetdraft import errors
 from jetdraft.errors import OptionError
 from jetdraft.runtime.proposers.drafter_methods import DraftOptions
+from tests import cases
 from tests.documents import BOARD, blocks
 from tests.programs import printed, python, refused_option
 
@@ -228,30 +229,28 @@ def test_a_wrong_call_is_refused_at_run_time(model, toy, call):
         pass
 
 
-@pytest.mark.parametrize(
-    ("fields", "field", "words"),
-    [
-        ({"max_new_tokenz": 3}, "max_new_tokenz", "unknown option 'max_new_tokenz'"),
-        ({"max_tokens": 3}, "max_tokens", "did you mean max_new_tokens"),
-        ({"temprature": 3}, "temprature", "did you mean temperature"),
-        ({"max_thinking_tokens": -1}, "max_thinking_tokens", "out of range"),
-        ({"temperature": "hot"}, "temperature", "'hot' is not a number"),
-        ({"top_k": 1.5}, "top_k", "is not an integer"),
-        ({"seed": "x"}, "seed", "is not an integer"),
-        ({"stop": 3}, "stop", "is not a list of texts"),
-        ({"method": 3}, "method", "is not a text"),
-        ({"method": "telepathy"}, "method", "unknown method"),
-        ({"drafting": "tree=best"}, "drafting", "'tree=best' is not a mapping"),
-        ({"drafting": {"shape": "best"}}, "drafting", "'shape'; choose"),
-        ({"drafting": {"tree": 3}, "method": "draft"}, "drafting", "tree cannot be 3"),
-        ({"num_draft_tokens": 16}, "num_draft_tokens", "1 to 15"),
-        ({"json_schema": "{"}, "json_schema", "not JSON"),
-        ({"logprobs": 65}, "logprobs", "out of range"),
-        ({"exact": "no"}, "exact", "not true or false"),
-        ({"ignore_eos": None}, "ignore_eos", "not true or false"),
-        ({"regex": 5}, "regex", "not a text"),
-        ({"regex": "a", "grammar": "b"}, "regex", "exclude each other"),
-    ],
+@cases(
+    "fields, field, words",
+    ({"max_new_tokenz": 3}, "max_new_tokenz", "unknown option 'max_new_tokenz'"),
+    ({"max_tokens": 3}, "max_tokens", "did you mean max_new_tokens"),
+    ({"temprature": 3}, "temprature", "did you mean temperature"),
+    ({"max_thinking_tokens": -1}, "max_thinking_tokens", "out of range"),
+    ({"temperature": "hot"}, "temperature", "'hot' is not a number"),
+    ({"top_k": 1.5}, "top_k", "is not an integer"),
+    ({"seed": "x"}, "seed", "is not an integer"),
+    ({"stop": 3}, "stop", "is not a list of texts"),
+    ({"method": 3}, "method", "is not a text"),
+    ({"method": "telepathy"}, "method", "unknown method"),
+    ({"drafting": "tree=best"}, "drafting", "'tree=best' is not a mapping"),
+    ({"drafting": {"shape": "best"}}, "drafting", "'shape'; choose"),
+    ({"drafting": {"tree": 3}, "method": "draft"}, "drafting", "tree cannot be 3"),
+    ({"num_draft_tokens": 16}, "num_draft_tokens", "1 to 15"),
+    ({"json_schema": "{"}, "json_schema", "not JSON"),
+    ({"logprobs": 65}, "logprobs", "out of range"),
+    ({"exact": "no"}, "exact", "not true or false"),
+    ({"ignore_eos": None}, "ignore_eos", "not true or false"),
+    ({"regex": 5}, "regex", "not a text"),
+    ({"regex": "a", "grammar": "b"}, "regex", "exclude each other"),
     ids=str,
 )
 @pytest.mark.parametrize("door", ["generate", "stream", "astream"])
@@ -294,15 +293,13 @@ def test_options_are_the_same_as_their_fields(model, door):
     assert len(results[0].token_ids) == 12
 
 
-@pytest.mark.parametrize(
-    ("part", "value"),
-    [
-        ("sampling", 5),
-        ("penalties", None),
-        ("drafting", {"tree": "best"}),
-        ("ending", "soon"),
-        ("constraint", "[a]+"),
-    ],
+@cases(
+    "part, value",
+    ("sampling", 5),
+    ("penalties", None),
+    ("drafting", {"tree": "best"}),
+    ("ending", "soon"),
+    ("constraint", "[a]+"),
 )
 def test_a_part_of_another_type_is_refused(part, value):
     with refused_option(f"{part} must be a ", part):

@@ -22,6 +22,7 @@ from click.testing import CliRunner
 from onnx import helper, numpy_helper
 
 from jetdraft.errors import JetdraftError
+from tests import cases
 from tests.ggufs import adding, write_gguf
 from tests.programs import module_of
 from tests.tiny import llama_config
@@ -285,16 +286,14 @@ def swap_two_parts(folder):
     (folder / "spare").rename(two)
 
 
-@pytest.mark.parametrize(
-    ("harm", "words"),
-    [
-        (lambda place: os.truncate(place / "small_part3-1.0.whl", 50), "is damaged"),
-        (swap_two_parts, "do not add up to its sha256"),
-        (
-            lambda place: (place / "small_part7-1.0.whl").unlink(),
-            "cannot download small-part7==1.0 (ERROR: no such thing)",
-        ),
-    ],
+@cases(
+    "harm, words",
+    (lambda place: os.truncate(place / "small_part3-1.0.whl", 50), "is damaged"),
+    (swap_two_parts, "do not add up to its sha256"),
+    (
+        lambda place: (place / "small_part7-1.0.whl").unlink(),
+        "cannot download small-part7==1.0 (ERROR: no such thing)",
+    ),
 )
 def test_nothing_is_left_of_a_failure(
     script, index, monkeypatch, tmp_path, capsys, harm, words

@@ -4,8 +4,10 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from safetensors.torch import save_file
@@ -276,3 +278,14 @@ def exported(
     settings = ExportOptions(*recipes, **{**sizes, **options})
     own, beside = (str(path) if path else None for path in (drafter, head))
     return export(str(source), output, own, settings, head=beside)
+
+
+def refused(
+    error: type[Exception], said: str, source: str | Path, *more: Any, **options: Any
+) -> None:
+    """Assert that an export refuses this in a line, and writes nothing."""
+    with TemporaryDirectory() as folder:
+        with pytest.raises(error, match=said) as refusal:
+            exported(source, Path(folder) / "bundle", *more, **options)
+        assert "\n" not in str(refusal.value)
+        assert not [*Path(folder).iterdir()]

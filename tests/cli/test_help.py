@@ -27,6 +27,7 @@ from jetdraft.export.request import ExportRequest, export
 from jetdraft.options import Flag, declared_options, takes
 from jetdraft.ort import _MissingPackage
 from jetdraft.runtime.planning.registry import methods
+from tests import cases
 from tests.programs import assert_refused, ended, jetdraft, python, succeed
 
 VERBS = [
@@ -160,26 +161,25 @@ def failing(monkeypatch):
     return run
 
 
-@pytest.mark.parametrize(
-    ("error", "said"),
-    [
-        (OSError(errno.ENOSPC, "No space left on device"), FULL),
-        (OSError(errno.EDQUOT, "Disk quota exceeded"), FULL),
-        (OSError(errno.EFBIG, "File too large"), FULL),
-        # numpy's, of an array in an export
-        (OSError("8192 requested and 0 written"), FULL),
-        (OSError(errno.ENAMETOOLONG, "File name too long", "a" * 500), REFUSED),
-        (PermissionError(errno.EACCES, "Permission denied", "/root/a"), REFUSED),
-        (NotADirectoryError(errno.ENOTDIR, "Not a directory", "x/y"), REFUSED),
-    ],
+@cases(
+    "error, said",
+    (OSError(errno.ENOSPC, "No space left on device"), FULL),
+    (OSError(errno.EDQUOT, "Disk quota exceeded"), FULL),
+    (OSError(errno.EFBIG, "File too large"), FULL),
+    # numpy's, of an array in an export
+    (OSError("8192 requested and 0 written"), FULL),
+    (OSError(errno.ENAMETOOLONG, "File name too long", "a" * 500), REFUSED),
+    (PermissionError(errno.EACCES, "Permission denied", "/root/a"), REFUSED),
+    (NotADirectoryError(errno.ENOTDIR, "Not a directory", "x/y"), REFUSED),
 )
 def test_what_the_system_refuses_is_one_line(failing, error, said):
     assert_refused(failing(error), said)
 
 
-@pytest.mark.parametrize(
+@cases(
     "error",
-    [OSError("the header was not written"), OSError(errno.EBADF, "Bad descriptor")],
+    OSError("the header was not written"),
+    OSError(errno.EBADF, "Bad descriptor"),
 )
 def test_an_error_that_is_no_refusal_keeps_its_traceback(failing, error):
     assert failing(error).exception is error
@@ -203,13 +203,11 @@ def test_generate_has_at_most_28_options():
     assert len(options(generate)) <= 28
 
 
-@pytest.mark.parametrize(
-    ("words", "known"),
-    [
-        *((name, "export, generate") for name in ("inspect", "devices", "quantize")),
-        ("train dream", "draft"),
-        ("train dream", "acceptance, use"),
-    ],
+@cases(
+    "words, known",
+    *((name, "export, generate") for name in ("inspect", "devices", "quantize")),
+    ("train dream", "draft"),
+    ("train dream", "acceptance, use"),
 )
 def test_an_unknown_command_is_told_the_known_commands(words, known):
     name = words.split()[-1]
@@ -311,10 +309,10 @@ def test_flags_become_the_record():
     assert given(Given, "--seed", "3") == {"seed": 3}
 
 
-@pytest.mark.parametrize(
+@cases(
     "words",
-    ["", "--name a --size 10", "--name a --size 0", "--name a --share 0",
-     "--name a --bits 5", "--name a --inner 3"],
+    "", "--name a --size 10", "--name a --size 0", "--name a --share 0",
+    "--name a --bits 5", "--name a --inner 3",
 )  # fmt: skip
 def test_wrong_flags_are_refused(words):
     assert "Error: " in given(Settings, *words.split())

@@ -146,6 +146,41 @@ def graphs(bundle):
     return opener.graph(bundle.target), opener.graph(bundle.drafter)
 
 
+def check_logits(target, ids, wanted):
+    """Passes over several rows, one row, and several rows again give these logits."""
+    target.cache.rewind(0)
+    for start, end in ((0, 9), (9, 10), (10, 20)):
+        logits = target.run(ids[start:end]).logits
+        np.testing.assert_allclose(logits, wanted[start:end], atol=1e-4, rtol=1e-4)
+        target.cache.advance(end - start)
+
+
+def check_blocks(graph, run):
+    """Its rows are no context, its last token counts, and it fits behind all rows.
+
+    `run(start, end, block)` answers for rows of the prompt that are about to be kept.
+    """
+    graph.cache.rewind(0)
+    run(0, 5)
+    graph.cache.advance(5)
+    first = run(5, 8).logits.copy()
+    run(5, 8, (1, 2, 3, 4))
+    assert np.array_equal(run(5, 8).logits, first)
+    unknown = [tiny.VOCAB_SIZE] * (graph.contract.block - 1)
+    one, other = (run(5, 8, [*unknown, last]).logits[0].copy() for last in (4, 9))
+    assert np.abs(one - other).max() > 1e-3
+    contract = graph.contract
+    graph.cache.rewind(0)
+    assert contract.slots >= contract.capacity + 2 * contract.block
+    width = contract.feature_input
+    features = np.ones((16, width), np.float32) if width else None
+    for _ in range(4):
+        answer = graph.run([5] * 16, last_only=True, features=features)
+        graph.cache.advance(16)
+        assert np.isfinite(answer.logits).all()
+    assert graph.cache.room == 0
+
+
 def drafts_of(bundle, method, **drafting):
     drafts = []
     with jetdraft.load(bundle.path, threads=1) as model:

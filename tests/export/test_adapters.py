@@ -23,7 +23,7 @@ from jetdraft.errors import BundleError, CheckpointError, OptionError, StoreErro
 from jetdraft.runtime import model as module
 from jetdraft.server import Limits
 from jetdraft.server.app import Service
-from tests import tiny
+from tests import cases, tiny
 from tests.programs import assert_refused
 from tests.programs import jetdraft as run
 from tests.server.serving import served
@@ -140,13 +140,11 @@ def test_measurements_are_of_each_adapter(made, model):
     assert files == {f"cpu-1-adapter-{name}.json" for name in ADAPTERS}
 
 
-@pytest.mark.parametrize(
-    ("recipe", "config"),
-    [
-        ("q8_0", lambda: transformers.Qwen2Config(**tiny.SIZES)),
-        ("int8-rtn", lambda: transformers.Phi3Config(**tiny.SIZES)),
-        ("q8_0", tiny.HYBRIDS["qwen3_5"]),  # has no tree graph
-    ],
+@cases(
+    "recipe, config",
+    ("q8_0", lambda: transformers.Qwen2Config(**tiny.SIZES)),
+    ("int8-rtn", lambda: transformers.Phi3Config(**tiny.SIZES)),
+    ("q8_0", tiny.HYBRIDS["qwen3_5"]),  # has no tree graph
 )
 def test_weights_of_integers(tmp_path, recipe, config):
     target = tiny.save_checkpoint(tmp_path / "target", config())

@@ -270,27 +270,25 @@ def _through_the_whole_path(folder, capacity):
     tracer.trace(Step(checkpoint.model, contract), checkpoint.weight_names())
 
 
-@pytest.mark.parametrize(
-    ("config", "fact"),
-    [
-        (
-            transformers.MambaConfig(
-                vocab_size=VOCAB_SIZE, hidden_size=32, num_hidden_layers=2
-            ),
-            "AttentionInterface",
+@cases(
+    "config, fact",
+    (
+        transformers.MambaConfig(
+            vocab_size=VOCAB_SIZE, hidden_size=32, num_hidden_layers=2
         ),
-        # Two attentions in a layer.
-        (transformers.DiffLlamaConfig(**SIZES), "twice"),
-        # A window that only the mask knows.
-        (transformers.PhimoeConfig(**SIZES, sliding_window=8, num_local_experts=2),
-         "does not reach AttentionInterface"),
-        (transformers.Gemma3TextConfig(
-            **SIZES, head_dim=16, use_bidirectional_attention=True), "both directions"),
-        (transformers.BertConfig(**SIZES), "both directions"),
-        (transformers.GPT2Config(vocab_size=VOCAB_SIZE, n_embd=32, n_layer=1, n_head=2,
-                                 n_positions=CAPACITY - 1, bos_token_id=0,
-                                 eos_token_id=0), f"--capacity {CAPACITY - 1} or less"),
-    ],
+        "AttentionInterface",
+    ),
+    # Two attentions in a layer.
+    (transformers.DiffLlamaConfig(**SIZES), "twice"),
+    # A window that only the mask knows.
+    (transformers.PhimoeConfig(**SIZES, sliding_window=8, num_local_experts=2),
+     "does not reach AttentionInterface"),
+    (transformers.Gemma3TextConfig(
+        **SIZES, head_dim=16, use_bidirectional_attention=True), "both directions"),
+    (transformers.BertConfig(**SIZES), "both directions"),
+    (transformers.GPT2Config(vocab_size=VOCAB_SIZE, n_embd=32, n_layer=1, n_head=2,
+                             n_positions=CAPACITY - 1, bos_token_id=0,
+                             eos_token_id=0), f"--capacity {CAPACITY - 1} or less"),
     ids=lambda value: getattr(value, "model_type", ""),
 )  # fmt: skip
 def test_what_the_seams_do_not_reach_is_refused(config, fact, tmp_path):

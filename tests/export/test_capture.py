@@ -14,16 +14,19 @@ from jetdraft.bundle import FLAVOURS, Bundle
 from jetdraft.checkpoints import streams
 from jetdraft.errors import OptionError, UnsupportedModelError
 from jetdraft.export.exporter import ExportOptions, export
-from jetdraft.methods.chimera.task import ChimeraTask
-from jetdraft.methods.falcon.task import FalconTask
-from jetdraft.methods.glide.task import GlideTask
 from jetdraft.recipe import Recipe
-from tests import tiny
+from tests import LONG, WAYS, cases, same_text, tiny
 from tests.programs import assert_refused
 from tests.programs import jetdraft as run
-from tests.tiny import SIZES, exported, llama_config, save_checkpoint, save_prompts
-from tests.train.periodic import STILL
-from tests.train.periodic import made as training
+from tests.tiny import (
+    SIZES,
+    exported,
+    llama_config,
+    refused,
+    save_checkpoint,
+    save_prompts,
+)
+from tests.train.attached.conftest import random_head
 from tools.forecast.forecast import forecasts
 
 OPTIONS = ExportOptions(
@@ -50,9 +53,7 @@ PROBES = {
     "ensemble": partial(save_prompts, settings=replace(PROMPTS, members=2, prefix=2)),
     "forecast": partial(save_prompts, settings=FORECASTS),
 }
-TASKS = {"glide": GlideTask, "chimera": ChimeraTask, "falcon": FalconTask}
 PROMPT = np.random.default_rng(4).integers(0, 288, 20).tolist()
-WAYS = [{}, {"temperature": 0.9, "seed": 3}]
 LAYERS = 2
 
 
@@ -121,17 +122,15 @@ def test_check_says_that_cuda_can_run_them(captured):
     assert result.stdout.startswith("verdict    cuda can run all graphs")
 
 
-@pytest.mark.parametrize(
-    ("faults", "nodes", "shapes", "found"),
-    [
-        (copied_to_device,
-         [make("Shape", ["ids"], ["n"]), make("Add", ["cursor", "n"], ["last"])],
-         {"ids": ["n"], "cursor": [1], "last": [1]}, ("Add", ["cursor", "n"])),
-        (empty_sums,
-         [make("ReduceSum", ["probe_rows", "axes"], ["count"], keepdims=1)],
-         {"position_ids": [1, "n"], "probe_rows": [1, "r"], "count": [1, 1]},
-         ("ReduceSum", "probe_rows", "r")),
-    ],
+@cases(
+    "faults, nodes, shapes, found",
+    (copied_to_device,
+     [make("Shape", ["ids"], ["n"]), make("Add", ["cursor", "n"], ["last"])],
+     {"ids": ["n"], "cursor": [1], "last": [1]}, ("Add", ["cursor", "n"])),
+    (empty_sums,
+     [make("ReduceSum", ["probe_rows", "axes"], ["count"], keepdims=1)],
+     {"position_ids": [1, "n"], "probe_rows": [1, "r"], "count": [1, 1]},
+     ("ReduceSum", "probe_rows", "r")),
 )  # fmt: skip
 def test_a_fault_is_found(tmp_path, faults, nodes, shapes, found):
     values = [
@@ -171,12 +170,10 @@ def probed(kind, folder):
 
 
 def attached(kind, folder):
-    text = folder / "text.txt"
-    text.write_text(" the self of the text" * 200)
-    target = target_of(folder, 1)
-    training(TASKS[kind], target, folder / "head", [text], None, STILL).run()
-    options = replace(OPTIONS, draft_vocab=40)
-    return export(target, folder / "bundle", options=options, head=str(folder / "head"))
+    head, options = random_head(folder / "head", kind), replace(OPTIONS, draft_vocab=40)
+    return export(
+        target_of(folder, 1), folder / "bundle", options=options, head=str(head)
+    )
 
 
 @pytest.mark.parametrize("kind", PROBES)
@@ -184,7 +181,7 @@ def test_probes_can_be_captured(kind, tmp_path):
     assert_captured(probed(kind, tmp_path), sums=True)
 
 
-@pytest.mark.parametrize("kind", TASKS)
+@pytest.mark.parametrize("kind", ["glide", "chimera", "falcon"])
 def test_attached_drafters_can_be_captured(kind, tmp_path):
     assert_captured(attached(kind, tmp_path))
 
@@ -227,9 +224,10 @@ def test_there_are_no_other_operators(standard):
         assert [entry.domain for entry in model.opset_import] == [""]
 
 
-@pytest.mark.parametrize(
-    ("name", "kind", "layers"),
-    [("target", onnx.TensorProto.INT4, LAYERS), ("drafter", onnx.TensorProto.INT8, 1)],
+@cases(
+    "name, kind, layers",
+    ("target", onnx.TensorProto.INT4, LAYERS),
+    ("drafter", onnx.TensorProto.INT8, 1),
 )
 def test_what_is_quantized_is_dequantized(floats, int4, name, kind, layers):
     nodes = {}
@@ -247,14 +245,12 @@ def test_what_is_quantized_is_dequantized(floats, int4, name, kind, layers):
         assert attributes == {"axis": 0, "block_size": 32}
 
 
-@pytest.mark.parametrize("way", WAYS, ids=str)
-def test_the_text_is_that_of_the_contrib_flavour(floats, in_contrib, way):
+def test_the_text_is_that_of_the_contrib_flavour(floats, in_contrib):
     """Random models have narrow gaps, so tests/test_pycode.py compares int4 texts."""
-    how = {"token_ids": PROMPT, "max_new_tokens": 40, "ignore_eos": True, **way}
-    contrib, standard = (
-        model.generate(method="none", **how).token_ids for model in (in_contrib, floats)
-    )
-    assert contrib == standard
+    for way in WAYS:
+        how = {"token_ids": PROMPT, "method": "none", **LONG, **way}
+        contrib, standard = (m.generate(**how).token_ids for m in (in_contrib, floats))
+        assert contrib == standard
 
 
 @pytest.fixture(scope="module")
@@ -281,21 +277,9 @@ def test_the_integers_are_those_of_the_contrib_flavour(folder, int4):
         assert np.array_equal(unpacked[: len(integers)], integers)
 
 
-@pytest.mark.parametrize("way", WAYS, ids=str)
-@pytest.mark.parametrize(
-    "method",
-    [
-        {"method": "draft"},
-        {"method": "lookup"},
-        {"method": "draft", "drafting": {"tree": "best"}},
-    ],
-    ids=str,
-)
-def test_drafting_writes_the_same(standard, method, way):
-    model = standard
-    how = {"token_ids": PROMPT, "max_new_tokens": 40, "ignore_eos": True, **way}
-    plain = model.generate(method="none", **how).token_ids
-    assert model.generate(**method, **how).token_ids == plain
+def test_drafting_writes_the_same(standard):
+    drafts = ["draft", "lookup", {"method": "draft", "drafting": {"tree": "best"}}]
+    same_text(standard, drafts, token_ids=PROMPT)
 
 
 def test_the_buffers_are_written_in_place(standard):
@@ -310,9 +294,8 @@ def test_the_buffers_are_written_in_place(standard):
 def test_sliding_windows_are_refused(tmp_path):
     config = MistralConfig(**SIZES | {"num_hidden_layers": 1, "sliding_window": 8})
     save_checkpoint(tmp_path / "target", config)
-    with pytest.raises(UnsupportedModelError, match="sliding window"):
-        exported(tmp_path / "target", tmp_path / "out", flavour="standard")
-    assert not (tmp_path / "out").exists()
+    words, standard = "sliding window", {"flavour": "standard"}
+    refused(UnsupportedModelError, words, tmp_path / "target", **standard)
 
 
 def test_check_names_the_flavour(standard):
@@ -346,16 +329,14 @@ def test_no_size_of_a_pass_is_copied_to_a_gpu(floats, int4, streamed):
             assert copied_to_device(file) == [], file
 
 
-@pytest.mark.parametrize("way", WAYS, ids=str)
-def test_streams_write_the_same(streamed, way):
-    how = {"token_ids": PROMPT, "max_new_tokens": 40, "ignore_eos": True, **way}
-    plain = streamed["contrib"].generate(method="none", **how).token_ids
-    how |= {"method": "stream", "num_draft_tokens": 3}
-    for tree in ("chain", "best"):
-        drafting = {"tree": tree}
-        results = [m.generate(**how, drafting=drafting) for m in streamed.values()]
-        assert all(result.token_ids == plain for result in results)
-        assert len({result.stats.target_passes for result in results}) == 1
+def test_streams_write_the_same(streamed):
+    drafts = [
+        {"method": "stream", "num_draft_tokens": 3, "drafting": {"tree": tree}}
+        for tree in ("chain", "best")
+    ]
+    written = [same_text(m, drafts, token_ids=PROMPT) for m in streamed.values()]
+    for same in zip(*written, strict=True):
+        assert len({(*one.token_ids, one.stats.target_passes) for one in same}) == 1
 
 
 def test_without_tensor_scatter(folder, floats):
@@ -365,9 +346,8 @@ def test_without_tensor_scatter(folder, floats):
     names = [node.op_type for node in graph.node]
     assert "TensorScatter" not in names
     assert names.count("ScatterND") == 2 * LAYERS
-    for way in WAYS:
-        one, other = (
-            model.generate(token_ids=PROMPT, method="lookup", max_new_tokens=40, **way)
-            for model in (floats, scattered)
-        )
-        assert one.token_ids == other.token_ids
+    one, other = (
+        [found.token_ids for found in same_text(model, ["lookup"], token_ids=PROMPT)]
+        for model in (floats, scattered)
+    )
+    assert one == other

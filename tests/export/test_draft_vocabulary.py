@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
+from transformers import BartConfig
 
 import jetdraft
 from jetdraft import Bundle, OptionError, PairError, recipe, testing
@@ -22,12 +23,19 @@ from jetdraft.export.measures import sample_text
 from jetdraft.quant.divergence import Windows, own_attention
 from jetdraft.runtime.passes.opener import Opener
 from jetdraft.runtime.passes.session import ONE_THREAD
-from tests import cases, manifests, sources, tiny
+from tests import WAYS, manifests, same_text, sources, tiny
 from tests.checkpoints.heads.layouts import LAYERS, eagle1, eagle3, write
 from tests.ggufs import write_gguf
 from tests.programs import jetdraft as command
 from tests.programs import succeed
-from tests.tiny import VOCAB_SIZE, WORDS, exported, llama_config, save_checkpoint
+from tests.tiny import (
+    VOCAB_SIZE,
+    WORDS,
+    exported,
+    llama_config,
+    refused,
+    save_checkpoint,
+)
 
 COUNT = 120
 TEXT = "the self import range in print def return for " * 30 + "0123456789abcdefgh" * 9
@@ -38,7 +46,7 @@ PAIRS = [(320, 288), (320, 320), (320, 352), (288, 352), (320, 280)]
 IDS = [5, 9, 200, 31, 64, 77]
 UNUSED = 5
 """The type of a GGUF file's tokens without a meaning."""
-WAYS = [{"temperature": 0.0}, {"temperature": 0.9, "seed": 4}]
+TREES = [{"method": "draft", "drafting": {"tree": tree}} for tree in ("best", "heap")]
 
 
 @pytest.fixture(scope="module")
@@ -121,22 +129,13 @@ def test_its_logits_are_those_of_the_whole_head(cut, pair):
     np.testing.assert_allclose(ours.logsumexp, sums, **near)
 
 
-@pytest.mark.parametrize("way", [{}, {"temperature": 1.0, "seed": 4}])
-@cases("drafting", {}, {"tree": "best"}, {"tree": "heap"}, {"method": "cascade"})
-def test_no_text_changes(cut_model, way, drafting):
-    drafting = dict(drafting)
-    method = drafting.pop("method", "draft")
-    how = {"max_new_tokens": 60, "ignore_eos": True, **way}
-    plain = cut_model.generate(PROMPT, method="none", **how)
-    assert set(plain.token_ids) - set(cut_model.bundle.draft_vocabulary().tolist())
-    drafted = cut_model.generate(
-        PROMPT,
-        method=method,
-        **({"drafting": drafting} if drafting else {"num_draft_tokens": 3}),
-        **how,
-    )
-    assert drafted.token_ids == plain.token_ids
-    assert drafted.stats.drafted_tokens > 20
+def test_no_text_changes(cut_model):
+    drafts = [{"method": m, "num_draft_tokens": 3} for m in ("draft", "cascade")]
+    own = set(cut_model.bundle.draft_vocabulary().tolist())
+    how = {"prompt": PROMPT, "max_new_tokens": 60}
+    for drafted in same_text(cut_model, [*drafts, *TREES], **how):
+        assert set(drafted.token_ids) - own
+        assert drafted.stats.drafted_tokens > 20
 
 
 def test_a_verifier_that_reads_q_keeps_the_distribution(cut_model):
@@ -198,11 +197,8 @@ def test_a_head_without_a_map_is_cut(tmp_path):
     if chosen["scheme"] == "int4":
         assert chosen["full_overlap"] - chosen["overlap"] < 0.01
     with jetdraft.load(bundle.path, threads=1) as model:
-        for way in ({}, {"temperature": 1.0, "seed": 4}):
-            how = {"max_new_tokens": 30, "ignore_eos": True, **way}
-            plain = model.generate(PROMPT, method="none", **how)
-            drafted = model.generate(PROMPT, method="eagle", num_draft_tokens=3, **how)
-            assert drafted.token_ids == plain.token_ids
+        drafts = [{"method": "eagle", "num_draft_tokens": 3}]
+        for drafted in same_text(model, drafts, prompt=PROMPT, max_new_tokens=30):
             assert drafted.stats.drafted_tokens > 20
 
 
@@ -219,22 +215,14 @@ def test_a_count_that_is_no_part_is_refused(pair, tmp_path, count):
 
 
 def test_a_draft_vocabulary_without_a_drafter_is_refused(pair, tmp_path):
-    with pytest.raises(OptionError, match="needs a drafter; give --drafter or --head"):
-        export(
-            str(pair.target), tmp_path / "bundle", options=ExportOptions(draft_vocab=9)
-        )
+    said = "needs a drafter; give --drafter or --head"
+    refused(OptionError, said, pair.target, draft_vocab=9)
 
 
 def test_a_trained_map_rules(tmp_path):
     head = write(tmp_path / "head", *eagle3())
-    with pytest.raises(OptionError, match="trained with its own draft vocabulary"):
-        export(
-            target(tmp_path, LAYERS),
-            tmp_path / "bundle",
-            options=ExportOptions(draft_vocab=50),
-            head=head,
-        )
-    assert not (tmp_path / "bundle").exists()
+    said, source = "trained with its own draft vocabulary", target(tmp_path, LAYERS)
+    refused(OptionError, said, source, head=head, draft_vocab=50)
 
 
 def acceptance(bundle):
@@ -314,23 +302,19 @@ def opened(padded, tmp_path_factory):
         model.close()
 
 
-def drafts_as_plain(model, ids, count=24, **way):
-    way |= {"max_new_tokens": 40, "ignore_eos": True, "logprobs": 5}
-    plain = model.generate(token_ids=ids, method="none", **way)
-    found = model.generate(token_ids=ids, method="draft", num_draft_tokens=count, **way)
-    assert found.token_ids == plain.token_ids
-    assert found.logprobs == plain.logprobs
-    return plain, found.stats
+def drafts_as_plain(model, ids, counts=(4,), ways=WAYS, **how):
+    drafts = [{"method": "draft", "num_draft_tokens": count} for count in counts]
+    return same_text(model, drafts, ways, token_ids=ids, logprobs=5, **how)
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("count", [1, 4, 7])
 @pytest.mark.parametrize("pair", PAIRS)
-def test_every_padding_drafts_the_plain_text(opened, pair, count, way):
-    plain, stats = drafts_as_plain(opened(*pair), IDS, count, **way)
-    assert len(set(plain.token_ids)) > 4, "too dull to prove anything"
-    if pair[1] >= pair[0]:  # then the drafter is the target
-        assert stats.tokens_per_pass > 1 + 0.8 * count
+def test_every_padding_drafts_the_plain_text(opened, pair):
+    counts = 1, 4, 7
+    drafted = drafts_as_plain(opened(*pair), IDS, counts)
+    for count, found in zip(counts * len(WAYS), drafted, strict=True):
+        assert len(set(found.token_ids)) > 4, "too dull to prove anything"
+        if pair[1] >= pair[0]:  # then the drafter is the target
+            assert found.stats.tokens_per_pass > 1 + 0.8 * count
 
 
 @pytest.mark.parametrize("pair", PAIRS)
@@ -347,30 +331,21 @@ def test_no_token_beyond_the_smaller_is_ever_proposed(opened, pair):
     np.testing.assert_allclose(answer.candidate_logits[:, 0], best, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("pair", [(320, 288), (320, 280)])
-def test_tokens_that_the_drafter_lacks_are_read(opened, pair, way):
+def test_tokens_that_the_drafter_lacks_are_read(opened, pair):
     model, last = opened(*pair), pair[0] - 1
     for prompt in ([last], [5, last, 7], [5, 9, pair[1], last]):
-        drafts_as_plain(model, prompt, 4, **way)
-    liked = {last: 60.0} if way["temperature"] else {last: 9.0}
-    plain, _ = drafts_as_plain(model, IDS, 4, logit_bias=liked, **way)
-    assert last in plain.token_ids
+        drafts_as_plain(model, prompt)
+    for way, bias in zip(WAYS, (9.0, 60.0), strict=True):
+        [found] = drafts_as_plain(model, IDS, ways=[way], logit_bias={last: bias})
+        assert last in found.token_ids
 
 
-@pytest.mark.parametrize(
-    "way",
-    [*({"drafting": {"tree": tree}} for tree in ("best", "heap")),
-     {"method": "cascade"}, {"method": "auto"}],
-)  # fmt: skip
-def test_trees_and_other_methods_too(opened, way):
-    how = {"token_ids": [5, 319, 9] * 5, "max_new_tokens": 30, "ignore_eos": True}
-    how |= {"temperature": 0.9, "seed": 2}
-    model = opened(320, 288)
-    plain = model.generate(method="none", **how)
-    drafted = model.generate(**{"method": "draft", **how, **way})
-    assert drafted.token_ids == plain.token_ids
-    assert "method" in way or drafted.stats.drafted_tokens > 20
+def test_trees_and_other_methods_too(opened):
+    prompt, drafts = [5, 319, 9] * 5, [*TREES, "cascade", "auto"]
+    way = {"temperature": 0.9, "seed": 2, "max_new_tokens": 30}
+    drafted = same_text(opened(320, 288), drafts, [way], token_ids=prompt)
+    assert all(found.stats.drafted_tokens > 20 for found in drafted[: len(TREES)])
 
 
 @pytest.mark.parametrize("pair", [(320, 288), (288, 320)])
@@ -383,7 +358,7 @@ def test_quantized_and_cut_drafters(padded, tmp_path, pair):
     assert bundle.draft_vocabulary().max() < min(pair)
     assert bundle.drafter.contract.vocab_size == min(pair)
     with jetdraft.load(bundle.path, threads=1) as model:
-        drafts_as_plain(model, [5, pair[0] - 1, 9], 4, temperature=0.0)
+        drafts_as_plain(model, [5, pair[0] - 1, 9], ways=WAYS[:1])
 
 
 @pytest.mark.parametrize("rows", [288, 352])
@@ -406,25 +381,19 @@ def test_a_gguf_drafter(padded, tmp_path, rows, of_file):
     bundle = exported(padded(rows), tmp_path / "bundle", drafter=file)
     assert bundle.drafter.contract.vocab_size == 288
     with jetdraft.load(bundle.path, threads=1) as model:
-        drafts_as_plain(model, [5, rows - 1, 9], 4, temperature=0.9, seed=3)
+        drafts_as_plain(model, [5, rows - 1, 9], ways=WAYS[1:])
 
 
-@pytest.mark.parametrize(("family", "pair"), [("t5", (320, 288)), ("bart", (288, 320))])
-def test_encoder_decoders(tmp_path, family, pair):
-    folders = []
-    for name, rows in zip(("target", "drafter"), pair, strict=True):
-        layers = ("num_layers", "num_decoder_layers", "encoder_layers")
-        small = dict.fromkeys((*layers, "decoder_layers"), 1) | {"vocab_size": rows}
-        sizes = sources.T5 if family == "t5" else sources.BART
-        own = {name: small.get(name, size) for name, size in sizes.items()}
-        config = type(sources.CONFIGS[family])(**own)
-        folders.append(sources.save(tmp_path / name, config))
-    bundle = exported(folders[0], tmp_path / "bundle", drafter=folders[1])
+def test_encoder_decoders(tmp_path):
+    small = {**sources.BART, "encoder_layers": 1, "decoder_layers": 1}
+    target, drafter = (
+        sources.save(tmp_path / str(rows), BartConfig(**small | {"vocab_size": rows}))
+        for rows in (320, 288)
+    )
+    bundle = exported(target, tmp_path / "bundle", drafter=drafter)
     with jetdraft.load(bundle.path, threads=1) as model:
-        source = [*sources.SOURCE, pair[0] - 1]
-        for way in WAYS:
-            _, stats = drafts_as_plain(model, source, 4, **way)
-            assert stats.drafted_tokens
+        drafted = drafts_as_plain(model, [*sources.SOURCE, 319])
+    assert all(found.stats.drafted_tokens for found in drafted)
 
 
 def test_tokenizers_may_differ_in_what_only_one_has(padded, tmp_path):
@@ -439,5 +408,5 @@ def test_tokenizers_may_differ_in_what_only_one_has(padded, tmp_path):
     file.write_text(json.dumps(fields))
     exported(padded(320), tmp_path / "bundle", drafter=drafter)
     tiny.save_tokenizer(drafter, WORDS[::-1])
-    with pytest.raises(PairError, match=r"token \d+ is '.*', not '.*'; choose"):
-        exported(padded(320), tmp_path / "other", drafter=drafter)
+    said = r"token \d+ is '.*', not '.*'; choose"
+    refused(PairError, said, padded(320), drafter=drafter)

@@ -25,7 +25,7 @@ from tests import tiny
 from tests.programs import assert_refused
 from tests.programs import jetdraft as run
 from tests.server.serving import served
-from tests.tiny import exported
+from tests.tiny import exported, refused
 
 SIZES = {**tiny.SIZES, "head_dim": 16}
 TEXTS = ["def f(self):", "x", "for the range in return " * 3, ""]
@@ -154,25 +154,20 @@ def test_what_is_refused(made, tmp_path, toy):
     ):
         model.embed(["a"])
     target = made["last"][0]
-    with pytest.raises(OptionError, match="leave --drafter and --head out"):
-        exported(target, tmp_path / "bundle", drafter=target)
+    refused(OptionError, "leave --drafter and --head out", target, drafter=target)
     for change, said in (
         ({"pooling_mode_cls_token": True}, "pools by cls_token, lasttoken"),
         ({"include_prompt": False}, "leaves its prompts out"),
     ):
         folder = save(tmp_path / said, KINDS["last"], **change)
-        with pytest.raises(UnsupportedModelError, match=said):
-            exported(folder, tmp_path / "bundle")
+        refused(UnsupportedModelError, said, folder)
     (folder / "modules.json").write_text("{}")
-    with pytest.raises(UnsupportedModelError, match="no step that pools"):
-        exported(folder, tmp_path / "bundle")
+    refused(UnsupportedModelError, "no step that pools", folder)
     (folder / "modules.json").write_text("[3]")
-    with pytest.raises(CheckpointError, match="cannot load"):
-        exported(folder, tmp_path / "bundle")
+    refused(CheckpointError, "cannot load", folder)
     bert = transformers.BertConfig(**tiny.SIZES)
     folder = save(tmp_path / "bert", Kind(bert, "mean_tokens"))
-    with pytest.raises(UnsupportedModelError, match="with an encoder, a 'bert' model"):
-        exported(folder, tmp_path / "bundle")
+    refused(UnsupportedModelError, "with an encoder, a 'bert' model", folder)
 
 
 def test_the_command_line(made, tmp_path):

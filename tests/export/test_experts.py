@@ -21,6 +21,7 @@ from jetdraft.methods.eagle.task import EagleSettings, EagleTask
 from jetdraft.quant.divergence import Divergence, Windows, own_attention
 from jetdraft.recipe import Recipe
 from jetdraft.runtime.measured.cost_model import MIN_MS
+from tests import cases
 from tests.checkpoints.heads import layouts
 from tests.checkpoints.heads import test_acceptance_gate as gate
 from tests.checkpoints.heads.conftest import watched
@@ -175,13 +176,11 @@ def test_kl_is_that_of_the_bundle_as_it_runs(name, tmp_path):
         assert divergence.mean_kl(recipe) > 0.05
 
 
-@pytest.mark.parametrize(
-    ("recipe", "size", "kernel", "said"),
-    [
-        ("int4-rtn-b32", 48, None, "experts of 96 columns, and only llama.cpp's"),
-        (None, 48, "onnxruntime", "experts of 96 columns, and only llama.cpp's"),
-        ("q4_0", 20, None, "experts of 40 columns, .* a multiple of 16"),
-    ],
+@cases(
+    "recipe, size, kernel, said",
+    ("int4-rtn-b32", 48, None, "experts of 96 columns, and only llama.cpp's"),
+    (None, 48, "onnxruntime", "experts of 96 columns, and only llama.cpp's"),
+    ("q4_0", 20, None, "experts of 40 columns, .* a multiple of 16"),
 )
 def test_other_recipes_are_refused_before_a_weight_is_read(
     recipe, size, kernel, said, tmp_path

@@ -11,9 +11,10 @@ from jetdraft.checkpoints.heads.blocks import masked_attention
 from jetdraft.checkpoints.heads.head_reader import load_head
 from jetdraft.cli.check import describe_bundle
 from jetdraft.errors import OptionError
+from tests import same_text
 from tests.checkpoints.heads import reference
 from tests.checkpoints.heads.layouts import BLOCK, H
-from tests.export.conftest import TOKENS, drafts_of, graphs
+from tests.export.conftest import TOKENS, check_blocks, drafts_of, graphs
 from tests.tiny import VOCAB_SIZE
 
 PROMPT = " the self"
@@ -104,44 +105,15 @@ def graph_and_features(bundle):
 @pytest.mark.parametrize("layout", ["dflash", "diffusion"])
 def test_rows_of_a_block_are_no_context(made, layout):
     graph, features = graph_and_features(made(layout).bundle)
-    in_graph(graph, features, 0, 5)
-    graph.cache.advance(5)
-    first = in_graph(graph, features, 5, 8).logits.copy()
-    in_graph(graph, features, 5, 8, known=(1, 2, 3, 4))
-    assert np.array_equal(in_graph(graph, features, 5, 8).logits, first)
-    kept = in_graph(graph, features, 5, 6)
+    check_blocks(graph, lambda *place: in_graph(graph, features, *place))
+    graph.cache.rewind(5)
+    in_graph(graph, features, 5, 6)
     graph.cache.advance(1 + 2)  # a mistake: two rows of the block stay
     wrong = in_graph(graph, features, 8, 9).logits.copy()
-    assert kept is not None
     graph.cache.rewind(5)
     in_graph(graph, features, 5, 8)
     graph.cache.advance(3)
     assert np.abs(in_graph(graph, features, 8, 9).logits - wrong).max() > 1e-3
-
-
-@pytest.mark.parametrize("layout", ["dflash", "diffusion"])
-def test_the_last_tokens_of_a_block_change_the_first(made, layout):
-    graph, features = graph_and_features(made(layout).bundle)
-    unknown = [VOCAB_SIZE] * (graph.contract.block - 1)
-    one, other = (
-        in_graph(graph, features, 0, 5, [*unknown, token]).logits[0].copy()
-        for token in (4, 9)
-    )
-    assert np.abs(one - other).max() > 1e-3
-
-
-@pytest.mark.parametrize("layout", ["dflash", "diffusion"])
-def test_a_block_takes_the_spare_slots(made, layout):
-    _, graph = graphs(made(layout).bundle)
-    contract = graph.contract
-    assert contract.slots >= contract.capacity + 2 * contract.block
-    width = contract.feature_input
-    features = np.ones((16, width), np.float32) if width else None
-    for _ in range(4):
-        answer = graph.run([5] * 16, last_only=True, features=features)
-        graph.cache.advance(16)
-        assert np.isfinite(answer.logits).all()
-    assert graph.cache.room == 0
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -180,10 +152,8 @@ def test_only_some_lm_heads_can_be_cut(made, layout):
     bundle = made(layout, recipe="int4", draft_vocab=50).bundle
     assert bundle.drafter.contract.draft_vocab == 50
     with jetdraft.load(bundle.path, threads=1) as model:
-        how = {"max_new_tokens": 20, "ignore_eos": True}
-        drafted = model.generate(PROMPT, method="dflash", num_draft_tokens=4, **how)
-        plain = model.generate(PROMPT, method="none", **how)
-        assert drafted.token_ids == plain.token_ids
+        drafts = [{"method": "dflash", "num_draft_tokens": 4}]
+        same_text(model, drafts, prompt=PROMPT, max_new_tokens=20)
     with pytest.raises(OptionError, match="leave --draft-vocab out"):
         made("diffusion", draft_vocab=50)
 

@@ -22,6 +22,7 @@ from jetdraft.recipe import Recipe
 from jetdraft.runtime.drafts.rows import Rows
 from jetdraft.runtime.passes.opener import Opener
 from jetdraft.runtime.passes.session import ONE_THREAD
+from tests import cases, same_text
 from tests.checkpoints.heads.layouts import VD, eagle3, write
 from tests.export.conftest import KINDS, MTP, graphs, in_graphs, in_torch
 from tests.export.test_capture import assert_captured
@@ -134,7 +135,6 @@ def test_the_files_of_a_head_are_read_once(made, tmp_path, monkeypatch):
 
 
 PROMPT = " the self"
-WAYS = ({}, {"temperature": 1.0, "seed": 4, "top_p": 0.95})
 METHODS = {name: kind.method for name, kind in KINDS.items()}
 METHODS |= dict.fromkeys(MTP, "eagle")
 BLOCKS = [
@@ -189,19 +189,12 @@ def test_its_drafts_change_no_text(made, case):
         assert not others & set(model.methods)
         ways = [*CHAINS[method], *TREES, *([] if method == "eagle" else [WIDE])]
         drafts = [{"method": method, **way} for way in ways]
-        for way in WAYS:
-            how = {"max_new_tokens": 30, "ignore_eos": True, **way}
-            plain = model.generate(PROMPT, method="none", **how)
-            assert len(set(plain.token_ids)) > 3, "too dull to prove anything"
-            for drafting in drafts:
-                drafted = model.generate(PROMPT, **how, **drafting)
-                assert drafted.token_ids == plain.token_ids, drafting
-                assert drafted.stats.drafted_tokens > 20
+        for drafted in same_text(model, drafts, prompt=PROMPT, max_new_tokens=30):
+            assert len(set(drafted.token_ids)) > 3, "too dull to prove anything"
+            assert drafted.stats.drafted_tokens > 20
 
 
-@pytest.mark.parametrize(
-    "name", ["eagle1", "eagle3", "medusa", "hydra", "dflash", "diffusion"]
-)
+@cases("name", "eagle1", "eagle3", "medusa", "hydra", "dflash", "diffusion")
 def test_it_can_be_captured(made, name):
     assert_captured(made(name, **FP16).bundle)
 

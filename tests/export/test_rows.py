@@ -12,6 +12,7 @@ from jetdraft.errors import OptionError
 from jetdraft.export.exporter import ExportOptions
 from jetdraft.export.step import log_sum_exp
 from jetdraft.recipe import Recipe
+from tests import cases
 from tests.quant.test_sensitivity import TEXT
 from tests.tiny import exported, llama_config, save_checkpoint
 
@@ -184,12 +185,10 @@ def test_recipes_with_a_cache():
         Recipe.parse("int4-kv2")
 
 
-@pytest.mark.parametrize(
-    ("more", "reason"),
-    [
-        ({"flavour": "standard"}, "choose the contrib flavour"),
-        ({"provider": "cuda"}, "leave kv out"),
-    ],
+@cases(
+    "more, reason",
+    ({"flavour": "standard"}, "choose the contrib flavour"),
+    ({"provider": "cuda"}, "leave kv out"),
 )
 def test_what_cannot_run_is_refused(tmp_path, more, reason):
     with pytest.raises(OptionError, match=reason):

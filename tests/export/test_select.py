@@ -11,8 +11,6 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 import jetdraft
 from jetdraft import Bundle, OptionError
 from jetdraft.contracts.step_contract import Reading
-from jetdraft.export.exporter import ExportOptions, export
-from jetdraft.recipe import Recipe
 from jetdraft.runtime.drafts.rows import Rows
 from jetdraft.runtime.measured.survey import Survey
 from jetdraft.runtime.passes.graph import Graph
@@ -20,7 +18,7 @@ from jetdraft.runtime.proposers.proposer import Observer
 from tests import cases
 from tests.programs import assert_refused
 from tests.programs import jetdraft as run
-from tests.tiny import VOCAB_SIZE, exported, llama_config, save_checkpoint
+from tests.tiny import VOCAB_SIZE, exported, llama_config, refused, save_checkpoint
 
 ROWS = 32
 TRAINED = 64
@@ -345,13 +343,10 @@ def test_a_selection_must_be_a_part_of_the_context(rows, pair, tmp_path):
     "flags, said",
     ({"provider": "cuda"}, "runs on the CPU"),
     ({"dtype": "fp16"}, "in fp32"),
-    ({"recipe": Recipe("int8", 32, kv="int8")}, "leave kv out of the recipe"),
+    ({"recipe": "int8-kv8", "fast": False}, "leave kv out of the recipe"),
 )
-def test_a_selection_needs_the_cpu_and_floats(pair, tmp_path, flags, said):
-    options = ExportOptions(**{"recipe": Recipe("int8", 32), "select_kv": 32} | flags)
-    with pytest.raises(OptionError, match=said):
-        export(str(pair.target), tmp_path / "bundle", None, options)
-    assert list(tmp_path.iterdir()) == []
+def test_a_selection_needs_the_cpu_and_floats(pair, flags, said):
+    refused(OptionError, said, pair.target, select_kv=32, **flags)
 
 
 def test_the_command_line_says_what_is_lossy_and_refuses_the_rest(few, bundle, prompt):

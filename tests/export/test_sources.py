@@ -17,17 +17,16 @@ from jetdraft.checkpoints.attention import set_attention
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.heads.head_reader import load_head
 from jetdraft.errors import CheckpointError, JetdraftError, UnsupportedModelError
-from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.methods.block.module import embedding_sha256
 from jetdraft.methods.block.task import SourceBlockTask, SourceLesson
-from jetdraft.recipe import Recipe
 from jetdraft.runtime.planning.drafting import Drafting
 from jetdraft.train.blocks import Blocks
-from tests import manifests
+from tests import manifests, same_text
 from tests.checkpoints.heads import layouts
 from tests.checkpoints.heads.layouts import write
+from tests.export.conftest import check_blocks, check_logits
 from tests.sources import CONFIGS, SOURCE, START, save, save_drafter
-from tests.tiny import VOCAB_SIZE, exported, llama_config, save_checkpoint
+from tests.tiny import VOCAB_SIZE, exported, llama_config, refused, save_checkpoint
 from tests.whispers import save as save_whisper
 
 DRAFTED = "t5"
@@ -81,12 +80,8 @@ def test_logits_are_those_of_transformers(family):
     ids = np.random.default_rng(0).integers(4, VOCAB_SIZE, 20).tolist()
     for source in (SOURCE, SOURCE[:3], list(range(4, 64))):
         target.source.encode(source)
-        target.cache.rewind(0)
         wanted = own_logits(own, source, ids)
-        for start, end in ((0, 9), (9, 10), (10, 20)):
-            found = target.run(ids[start:end]).logits
-            np.testing.assert_allclose(found, wanted[start:end], atol=1e-4, rtol=1e-4)
-            target.cache.advance(end - start)
+        check_logits(target, ids, wanted)
     model.forget()
 
 
@@ -118,23 +113,20 @@ def test_greedy_text_is_that_of_transformers(family):
     assert result.prompt_tokens == len(SOURCE)
 
 
-@pytest.mark.parametrize("options", [{}, {"temperature": 0.9, "seed": 3}], ids=str)
-def test_every_method_gives_the_text_of_plain_decoding(family, options):
+def test_every_method_gives_the_text_of_plain_decoding(family):
+    """T5's drafter has the row "block" of tests/runtime/test_conformance.py."""
     name, model, _ = family
-    assert ("draft" in model.methods) == (name == DRAFTED)
-    options = {**options, "max_new_tokens": 40, "ignore_eos": True}
+    own, steps = ("draft", {}) if name == DRAFTED else ("block", {"steps": 2})
+    assert {"draft", "block", "diffusion", "dflash"} & {*model.methods} == {own}
+    drafts = [*model.methods[1:], "auto", f"{own},lookup"]
+    for length in (1, 3):
+        of_length = {"num_draft_tokens": length}
+        drafts += [{"method": method, **of_length} for method in model.methods[1:]]
+    drafts.append({"method": own, "drafting": {"tree": "best"}})
+    drafts.append({"method": own, "num_draft_tokens": 4, "drafting": steps})
     for source in (SOURCE, SOURCE[::-1]):
-        plain = model.generate(token_ids=source, method="none", **options)
-        for method in (*model.methods[1:], "auto"):
-            for length in (1, 3, None) if method != "auto" else (None,):
-                result = model.generate(
-                    token_ids=source, method=method, num_draft_tokens=length, **options
-                )
-                assert result.token_ids == plain.token_ids, (method, length)
-    if name == DRAFTED:
-        way = {"method": "draft", "drafting": {"tree": "best"}}
-        tree = model.generate(token_ids=SOURCE[::-1], **way, **options)
-        assert tree.token_ids == plain.token_ids
+        found = same_text(model, drafts, token_ids=source, max_new_tokens=50)
+        assert found[-1].stats.drafted_tokens > 20
 
 
 @pytest.mark.parametrize("family", [DRAFTED], indirect=True)
@@ -184,13 +176,8 @@ def test_quantized_text_is_the_same_with_every_method(quantized):
     assert encoder < 1.5 * (2 * ((4 + 2) * 64 * 64 + 3 * 64 * 96) + 64 * VOCAB_SIZE)
     with jetdraft.load(quantized.path, threads=1) as model:
         assert "block" in model.methods
-        texts = [
-            model.generate(
-                " the self the self", method=method, max_new_tokens=24, ignore_eos=True
-            ).token_ids
-            for method in model.methods
-        ]
-    assert all(text == texts[0] for text in texts)
+        methods = model.methods[1:]
+        same_text(model, methods, prompt=" the self the self", max_new_tokens=24)
 
 
 def test_bad_sources_and_pairs_are_refused(family, tmp_path):
@@ -209,9 +196,7 @@ def test_bad_sources_and_pairs_are_refused(family, tmp_path):
         Bundle.open(copy)
     if name == "t5":
         return
-    with pytest.raises(JetdraftError, match="has 64 positions"):
-        exported(model.bundle.target.source, tmp_path / "out", capacity=128)
-    assert not (tmp_path / "out").exists()
+    refused(JetdraftError, "has 64 positions", model.bundle.target.source, capacity=128)
 
 
 def test_a_checkpoint_without_a_start_is_refused(tmp_path):
@@ -220,14 +205,12 @@ def test_a_checkpoint_without_a_start_is_refused(tmp_path):
         fields = json.loads((folder / file).read_text())
         fields.pop("decoder_start_token_id", None)
         (folder / file).write_text(json.dumps(fields))
-    with pytest.raises(CheckpointError, match="with which token its text begins"):
-        exported(folder, tmp_path / "out")
+    refused(CheckpointError, "with which token its text begins", folder)
 
 
 def test_recipes_that_read_a_text_are_refused(tmp_path):
     folder = save(tmp_path / "t5", CONFIGS["t5"], tokenizer=False)
-    with pytest.raises(JetdraftError, match="reads no text"):
-        exported(folder, tmp_path / "out", "int4-gptq")
+    refused(JetdraftError, "reads no text", folder, "int4-gptq")
 
 
 @pytest.fixture(scope="module", params=CONFIGS)
@@ -298,63 +281,22 @@ def test_the_graph_does_what_transformers_does_with_a_mask(made):
     model.forget()
 
 
-def test_rows_of_a_block_are_no_context(made):
+def test_blocks(made):
+    """They stay outside of the context, and are about the source."""
     *_, model = made
     graph = graph_of(model)
-    graph.run(TOKENS[:4], last_only=True)
-    graph.cache.advance(4)
-    first = graph.run(TOKENS[4:6], last_only=True).logits.copy()
-    graph.run(TOKENS[4:6], last_only=True, block=(1, 2, 3, 4))
-    assert np.array_equal(graph.run(TOKENS[4:6], last_only=True).logits, first)
-    model.forget()
 
+    def run(start, end, block=()):
+        return graph.run(TOKENS[start:end], last_only=True, block=block)
 
-def test_the_source_and_both_ends_of_a_block_count(made):
-    *_, model = made
-    unknown = [VOCAB_SIZE] * (SLOTS - 1)
-    first, other = (
-        graph_of(model).run(TOKENS[:4], True, block=[*unknown, token]).logits[0].copy()
-        for token in (4, 9)
-    )
-    assert np.abs(first - other).max() > 1e-3
-    about = graph_of(model, SOURCE[::-1]).run(TOKENS[:4], True, block=[*unknown, 4])
-    assert np.abs(first - about.logits[0]).max() > 1e-3
-    model.forget()
-
-
-def test_a_block_takes_the_spare_slots(made):
-    *_, model = made
-    graph = graph_of(model)
+    check_blocks(graph, run)
     assert graph.contract.slots == graph.contract.capacity + 2 * SLOTS
-    for _ in range(4):
-        answer = graph.run([5] * 16, last_only=True)
-        graph.cache.advance(16)
-        assert np.isfinite(answer.logits).all()
-    assert graph.cache.room == 0
+    one, other = (
+        graph_of(model, source).run(TOKENS[:4], True).logits[0].copy()
+        for source in (SOURCE, SOURCE[::-1])
+    )
+    assert np.abs(one - other).max() > 1e-3
     model.forget()
-
-
-@pytest.mark.parametrize("options", [{}, {"temperature": 0.9, "seed": 3}], ids=str)
-def test_its_drafts_change_no_text(made, options):
-    *_, model = made
-    assert "block" in model.methods
-    assert not {"draft", "diffusion", "dflash"} & set(model.methods)
-    how = {**options, "max_new_tokens": 50, "ignore_eos": True}
-    for source in (SOURCE, SOURCE[::-1]):
-        plain = model.generate(token_ids=source, method="none", **how)
-        for drafting in (
-            {"num_draft_tokens": 5, "drafting": {"confidence": 0.0}},
-            {"num_draft_tokens": 4, "drafting": {"confidence": 0.0, "steps": 2}},
-            {"drafting": {"tree": "best"}},
-            {},
-        ):
-            found = model.generate(token_ids=source, method="block", **how, **drafting)
-            assert found.token_ids == plain.token_ids, drafting
-            if drafting:
-                assert found.stats.drafted_tokens > 20
-        for method in ("block,lookup", "auto"):
-            found = model.generate(token_ids=source, method=method, **how)
-            assert found.token_ids == plain.token_ids, method
 
 
 def test_greedy_verification_with_one_best_token_is_plain_decoding(made):
@@ -412,29 +354,20 @@ def pair(pairs):
     return pairs("t5")[:2]
 
 
-def refused(target, head, error, message, output):
-    with pytest.raises(error, match=message) as caught:
-        exported(target, output, head=head)
-    assert "\n" not in str(caught.value)
-    assert not output.exists()
-
-
 def test_pairs_that_do_not_fit_are_refused(pair, tmp_path):
     target, drafter = pair
-    output = tmp_path / "out"
     bart = save(tmp_path / "bart", CONFIGS["bart"])
-    refused(bart, drafter, CheckpointError, "is not for a bart", output)
+    refused(CheckpointError, "is not for a bart", bart, head=drafter)
     llama = save_checkpoint(tmp_path / "llama", llama_config())
     alone = "is a decoder alone, and a drafter of kind block"
-    refused(llama, drafter, UnsupportedModelError, alone, output)
+    refused(UnsupportedModelError, alone, llama, head=drafter)
     whisper = save_whisper(tmp_path / "whisper")
-    refused(whisper, drafter, UnsupportedModelError, "hears, and a drafter", output)
+    refused(UnsupportedModelError, "hears, and a drafter", whisper, head=drafter)
     dflash = write(tmp_path / "dflash", *layouts.dflash())
     other = "is an encoder-decoder, and a head for it is a drafter of"
-    refused(target, dflash, UnsupportedModelError, other, output)
-    options = ExportOptions(Recipe("none"), capacity=64, max_width=16, draft_vocab=50)
-    with pytest.raises(errors.OptionError, match="leave --draft-vocab out"):
-        export(target, output, options=options, head=drafter)
+    refused(UnsupportedModelError, other, target, head=dflash)
+    said, cut = "leave --draft-vocab out", {"draft_vocab": 50}
+    refused(errors.OptionError, said, target, head=drafter, **cut)
 
 
 @pytest.mark.parametrize("case", DAMAGED)
@@ -444,7 +377,7 @@ def test_a_damaged_drafter_is_refused(pair, tmp_path, case):
     folder = shutil.copytree(drafter, tmp_path / "drafter")
     file = folder / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
-    refused(target, folder, CheckpointError, message, tmp_path / "out")
+    refused(CheckpointError, message, target, head=folder)
 
 
 def test_a_drafter_knows_its_target_by_the_words(pair, tmp_path):
@@ -454,7 +387,7 @@ def test_a_drafter_knows_its_target_by_the_words(pair, tmp_path):
     tensors["shared.weight"] = tensors["shared.weight"].flip(0)
     save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
     said = "was trained for other weights; give the drafter that was trained for"
-    refused(other, drafter, CheckpointError, said, tmp_path / "out")
+    refused(CheckpointError, said, other, head=drafter)
     hashes = {
         embedding_sha256(Checkpoint.load(target, dtype))
         for dtype in (torch.float32, torch.float16)
@@ -480,4 +413,4 @@ def test_a_tensor_of_another_size_is_refused(pair, tmp_path):
     tensors["masks"] = torch.zeros(SLOTS, 32)
     save_file(tensors, folder / "model.safetensors")
     message = r"masks of .* is \[5, 32\], but its config and the target need \[5, 64\]"
-    refused(target, folder, CheckpointError, message, tmp_path / "out")
+    refused(CheckpointError, message, target, head=folder)

@@ -22,10 +22,8 @@ from unittest import mock
 
 from jetdraft.errors import JetdraftError
 from jetdraft.files import write_text
-from jetdraft.manifest import writing
 from jetdraft.testing import toy_bundle
 from tests.fuzz import Fault, Subject
-from tests.kills import content, fill
 
 PROMPT = [5, 8, 9, 40, 41]
 CORPUS = "The robot sees a box. The robot sees the ball. " * 20
@@ -65,21 +63,6 @@ class Job:
         """What kind of result there is."""
 
 
-class WriteBundle(Job):
-    name = result = "bundle"
-
-    def run_before(self, place):
-        with writing(place / "bundle") as folder:
-            fill(folder, OLD, ("target", "drafter"))
-
-    def run(self, place):
-        with writing(place / "bundle") as folder:
-            fill(folder, NEW)
-
-    def look(self, file):
-        return content(file)
-
-
 class Export(Job):
     name, result = "export", "bundle"
     share, seconds = 3, 8.0
@@ -94,26 +77,6 @@ class Export(Job):
         with _model(file) as model:
             _generate(model)
             return OLD if model.bundle.drafter is not None else NEW
-
-
-class Recipes(Job):
-    name, result = "recipes", "report.json"
-    share, seconds = 1, 15.0
-
-    def run_before(self, place):
-        (place / "report.json").write_text('{"rows": [], "old": 1}')
-
-    def run(self, place):
-        from tools.recipes.__main__ import main as command
-
-        text = place / "text"
-        text.write_text(CORPUS)
-        options = ("--recipes", "int8-rtn-b32", "--text", text, "-t", "1")
-        words = (self.checkpoint, *options, "--output", place / "report.json")
-        command.main([str(word) for word in words], standalone_mode=True)
-
-    def look(self, file):
-        return OLD if "old" in json.loads(file.read_text()) else NEW
 
 
 class Table(Job):
@@ -272,8 +235,7 @@ class Streams(Job):
 
 
 JOBS: tuple[type[Job], ...] = (
-    *(WriteBundle, Export, Recipes, Table, Tune, Store, Learn, SavedPrefix, Talk),
-    Streams,
+    *(Export, Table, Tune, Store, Learn, SavedPrefix, Talk, Streams),
 )
 
 
@@ -566,8 +528,7 @@ def _run(work: Callable[[], Any], writing: int) -> int:
     except OSError as error:
         files = [f.filename for f in traceback.extract_tb(error.__traceback__)]
         # What these write is an attack's own.
-        own = ("kills.py", "toy_drafter.py")
-        is_own = error.errno in FULL and any(f.endswith(own) for f in files)
+        is_own = error.errno in FULL and any("toy_drafter.py" in f for f in files)
         output = traceback.format_exc() + ("SAID: the disk is full" if is_own else "")
         code = 1
     except BaseException:

@@ -2,6 +2,7 @@ from unittest import mock
 
 import pytest
 
+from tests import cases
 from tests.fuzz import BLOCK, SUBJECTS, case, driver, subject_named
 from tests.fuzz.driver import Report, supervise
 from tests.fuzz.faults import Faults
@@ -10,14 +11,12 @@ from tests.fuzz.soak import Soak
 
 # numpy leaves a damaged npz open until it is collected.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize(
-    ("name", "count", "facts"),
-    [
-        ("same-text", 100, {"generations compared": 80, "drafted tokens": 300}),
-        ("hybrids", 30, {"generations compared": 30, "drafted tokens": 300}),
-        ("mixtures", 30, {"generations compared": 30, "drafted tokens": 300}),
-        ("bundles", 100, {}), ("operators", 300, {}), ("server", 150, {}),
-    ],
+@cases(
+    "name, count, facts",
+    ("same-text", 100, {"generations compared": 80, "drafted tokens": 300}),
+    ("hybrids", 30, {"generations compared": 30, "drafted tokens": 300}),
+    ("mixtures", 30, {"generations compared": 30, "drafted tokens": 300}),
+    ("bundles", 100, {}), ("operators", 300, {}), ("server", 150, {}),
 )  # fmt: skip
 def test_an_attack_finds_nothing(tmp_path, name, count, facts):
     """Templates may compute for 0.3 s here, not 5: some never end."""

@@ -16,6 +16,7 @@ from jetdraft import Bundle, StoreError
 from jetdraft.learning import lessons as module
 from jetdraft.learning.lessons import EARLY_TOKENS, LESSONS_FILE, VERDICT_TOKENS, Tally
 from jetdraft.runtime.history.store import Entry, ResponseStore
+from tests import cases
 from tests.programs import printed
 from tests.toy_drafter import put_on_trial
 
@@ -228,18 +229,16 @@ def test_only_the_latest_generations_count():
     assert (made.accepted, made.evaluated, made.rate) == (150, 300, 0.5)
 
 
-@pytest.mark.parametrize(
-    ("before", "after", "verdict"),
-    [
-        ((128, 256), (0, EARLY_TOKENS - 1), None),
-        ((128, 256), (0, EARLY_TOKENS), False),
-        ((128, 256), (28, EARLY_TOKENS), None),
-        ((128, 256), (EARLY_TOKENS, EARLY_TOKENS), None),
-        ((128, 256), (127, VERDICT_TOKENS), False),
-        ((128, 256), (128, VERDICT_TOKENS), True),
-        ((0, 256), (0, VERDICT_TOKENS), True),
-        ((256, 256), (EARLY_TOKENS, EARLY_TOKENS), None),
-    ],
+@cases(
+    "before, after, verdict",
+    ((128, 256), (0, EARLY_TOKENS - 1), None),
+    ((128, 256), (0, EARLY_TOKENS), False),
+    ((128, 256), (28, EARLY_TOKENS), None),
+    ((128, 256), (EARLY_TOKENS, EARLY_TOKENS), None),
+    ((128, 256), (127, VERDICT_TOKENS), False),
+    ((128, 256), (128, VERDICT_TOKENS), True),
+    ((0, 256), (0, VERDICT_TOKENS), True),
+    ((256, 256), (EARLY_TOKENS, EARLY_TOKENS), None),
 )
 def test_verdicts(before, after, verdict):
     assert module.judge_trial(tally(*before), tally(*after)) is verdict

@@ -42,7 +42,7 @@ from jetdraft.runtime.history.store import Entry, ResponseStore
 from jetdraft.runtime.passes.graph import MAX_WIDE_BINDINGS
 from jetdraft.runtime.passes.prefix import digest_of
 from jetdraft.testing import toy_bundle
-from tests import manifests
+from tests import cases, manifests
 from tests.programs import assert_refused
 from tests.programs import jetdraft as run
 from tests.tiny import drafter_config, save_checkpoint
@@ -142,19 +142,19 @@ def test_exact_integers_have_a_limit_too():
         read_json("9" * 100_000, exact=True)
 
 
-@pytest.mark.parametrize(
-    ("data", "why"),
-    [("", "no valid JSON"), ("[1,]", "no valid JSON"), ('{"a": "x', "no valid JSON"),
-     ("\ufeff{}", "no valid JSON"), ("[NaN]", "NaN"), ("[-Infinity]", "Infinity"),
-     ("[1e999]", "too large"), ("[-1e999]", "too large"),
-     ("18446744073709551616", "64 bits"), ("-9223372036854775809", "64 bits"),
-     ("9" * 100_000, "64 bits"), ('"\\ud800"', "surrogate"),
-     ('["\\uDFFF\\ud83d"]', "surrogate"), ('{"\\ud800": 1}', "surrogate"),
-     ('"\ud800"', "UTF-8"), (b'"\xff"', "UTF-8"), ('{"a": 1, "a": 2}', "twice"),
-     ("[" * 65 + "]" * 65, "deeper than 64"),
-     ('{"a":' * 65 + "1" + "}" * 65, "deeper than 64"),
-     ("[" * 500_000, "deeper than 64"), ('"\\""' + "[" * 65, "deeper than 64"),
-     (b"1" + b" " * 1_000_000, "bytes"), ('"' + "é" * 600_000 + '"', "bytes")],
+@cases(
+    "data, why",
+    ("", "no valid JSON"), ("[1,]", "no valid JSON"), ('{"a": "x', "no valid JSON"),
+    ("\ufeff{}", "no valid JSON"), ("[NaN]", "NaN"), ("[-Infinity]", "Infinity"),
+    ("[1e999]", "too large"), ("[-1e999]", "too large"),
+    ("18446744073709551616", "64 bits"), ("-9223372036854775809", "64 bits"),
+    ("9" * 100_000, "64 bits"), ('"\\ud800"', "surrogate"),
+    ('["\\uDFFF\\ud83d"]', "surrogate"), ('{"\\ud800": 1}', "surrogate"),
+    ('"\ud800"', "UTF-8"), (b'"\xff"', "UTF-8"), ('{"a": 1, "a": 2}', "twice"),
+    ("[" * 65 + "]" * 65, "deeper than 64"),
+    ('{"a":' * 65 + "1" + "}" * 65, "deeper than 64"),
+    ("[" * 500_000, "deeper than 64"), ('"\\""' + "[" * 65, "deeper than 64"),
+    (b"1" + b" " * 1_000_000, "bytes"), ('"' + "é" * 600_000 + '"', "bytes"),
 )  # fmt: skip
 def test_refuses_the_rest(data, why):
     with pytest.raises(JsonError, match=why) as refused:
@@ -188,12 +188,12 @@ def test_takes_time_in_proportion():
     assert time.monotonic() - start < 10
 
 
-@pytest.mark.parametrize(
-    ("text", "shown"),
-    [("plain, é, 字", "plain, é, 字"),
-     ("a\x1b[2Jb\n\t\x7f\x9b", "a\\x1b[2Jb\\n\\t\\x7f\\x9b"),
-     ("\u202eevil\u2066\u200b", "\\u202eevil\\u2066\\u200b"), ("\ud800", "\\ud800"),
-     ("\u2028x", "\\u2028x"), (ValueError("no\nway"), "no\\nway"), (None, "None")],
+@cases(
+    "text, shown",
+    ("plain, é, 字", "plain, é, 字"),
+    ("a\x1b[2Jb\n\t\x7f\x9b", "a\\x1b[2Jb\\n\\t\\x7f\\x9b"),
+    ("\u202eevil\u2066\u200b", "\\u202eevil\\u2066\\u200b"), ("\ud800", "\\ud800"),
+    ("\u2028x", "\\u2028x"), (ValueError("no\nway"), "no\\nway"), (None, "None"),
 )  # fmt: skip
 def test_shows_what_would_steer_the_terminal(text, shown):
     assert printable(text) == shown
@@ -265,9 +265,7 @@ class Call:
         return print, ("ran",)
 
 
-@pytest.mark.parametrize(
-    "content", [b"", b"\x80\x02garbage", b"PK\x03\x04", pickle.dumps(Call())]
-)
+@cases("content", b"", b"\x80\x02garbage", b"PK\x03\x04", pickle.dumps(Call()))
 def test_a_damaged_pickle_is_one_line(folder, content):
     (folder / "model.safetensors").unlink()
     (folder / "pytorch_model.bin").write_bytes(content)
@@ -276,14 +274,12 @@ def test_a_damaged_pickle_is_one_line(folder, content):
     assert str(refused.value).isprintable()
 
 
-@pytest.mark.parametrize(
+@cases(
     "changes",
-    [
-        {"hidden_size": "16"}, {"num_attention_heads": None},
-        {"num_hidden_layers": [1]}, {"vocab_size": {}}, {"rms_norm_eps": "small"},
-        {"rope_parameters": 5}, {"model_type": 5}, {"quantization_config": 5},
-        {"eos_token_id": "x"}, {"eos_token_id": [[1]]}, {"architectures": 5},
-    ],
+    {"hidden_size": "16"}, {"num_attention_heads": None},
+    {"num_hidden_layers": [1]}, {"vocab_size": {}}, {"rms_norm_eps": "small"},
+    {"rope_parameters": 5}, {"model_type": 5}, {"quantization_config": 5},
+    {"eos_token_id": "x"}, {"eos_token_id": [[1]]}, {"architectures": 5},
 )  # fmt: skip
 def test_a_config_of_wrong_types_is_one_line(folder, changes):
     (folder / "generation_config.json").unlink(missing_ok=True)
@@ -296,21 +292,19 @@ def test_a_config_of_wrong_types_is_one_line(folder, changes):
         assert "architectures" in changes, "transformers does not need it"
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"num_hidden_layers": 1_000_000}, "has num_hidden_layers 1000000"),
-        ({"num_hidden_layers": 10**15}, "at most 10000 layers"),
-        ({"num_hidden_layers": 10_000}, "a larger model than its files hold"),
-        ({"vocab_size": 10**9}, "a larger model than its files hold"),
-        ({"hidden_size": 10**6}, "a larger model than its files hold"),
-        ({"intermediate_size": 10**12}, "a larger model than its files hold"),
-        ({"head_dim": 10**10}, "a larger model than its files hold"),
-        *(
-            ({"text_config": {name: 10**9}}, f"has {name} 1000000000, and at most")
-            for name in sorted(LAYER_COUNT_FIELDS)
-        ),
-    ],
+@cases(
+    "changes, said",
+    ({"num_hidden_layers": 1_000_000}, "has num_hidden_layers 1000000"),
+    ({"num_hidden_layers": 10**15}, "at most 10000 layers"),
+    ({"num_hidden_layers": 10_000}, "a larger model than its files hold"),
+    ({"vocab_size": 10**9}, "a larger model than its files hold"),
+    ({"hidden_size": 10**6}, "a larger model than its files hold"),
+    ({"intermediate_size": 10**12}, "a larger model than its files hold"),
+    ({"head_dim": 10**10}, "a larger model than its files hold"),
+    *(
+        ({"text_config": {name: 10**9}}, f"has {name} 1000000000, and at most")
+        for name in sorted(LAYER_COUNT_FIELDS)
+    ),
 )
 def test_what_a_config_asks_for_beyond_its_files_is_not_built(folder, changes, said):
     edit(folder, **changes)

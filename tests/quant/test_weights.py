@@ -23,6 +23,7 @@ from jetdraft.quant.rounding import round_to_grid
 from jetdraft.quant.weights import Quantization
 from jetdraft.recipe import ALGORITHMS as NAMES
 from jetdraft.recipe import BLOCK_SIZES, HEAD, SYMMETRIC, Recipe
+from tests import cases
 from tests.tiny import VOCAB_SIZE, drafter_config, save_checkpoint
 
 HEAD_NAME = "lm_head.weight"
@@ -207,9 +208,7 @@ def test_without_quantization_the_graph_stays_as_it_is(tied):
     assert ir.to_proto(model).SerializeToString() == tied
 
 
-@pytest.mark.parametrize(
-    "name", ["int4-k_quant-b32", "int4-hqq-b16", "int8-k_quant-b64"]
-)
+@cases("name", "int4-k_quant-b32", "int4-hqq-b16", "int8-k_quant-b64")
 def test_a_tied_embedding_has_the_zeros_too(tied, name):
     """Rows of the embedding are the columns of the head."""
     recipe = Recipe.parse(name)
@@ -286,12 +285,10 @@ def test_names_of_recipes():
             Recipe.parse(wrong)
 
 
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [
-        ("int4-awq-b32", "unknown algorithm 'awq'; choose rtn, k_quant, hqq, gptq"),
-        ("int4-kv4", "unknown quantization of the KV cache 'int4'; choose int8"),
-    ],
+@cases(
+    "name, reason",
+    ("int4-awq-b32", "unknown algorithm 'awq'; choose rtn, k_quant, hqq, gptq"),
+    ("int4-kv4", "unknown quantization of the KV cache 'int4'; choose int8"),
 )
 def test_recipes_that_are_gone_are_refused_with_the_choices(name, reason):
     with pytest.raises(OptionError, match=re.escape(reason)):

@@ -49,9 +49,7 @@ def _exported(folder: Path, method: str) -> None:
     checkpoint, options = folder.with_name(f"{method}-checkpoint"), {}
     layers = 2 if method == "kangaroo" else 1
     save_checkpoint(checkpoint, llama_config(num_hidden_layers=layers))
-    layer = layouts.layer_tensors("layers.0.")
-    end = {"norm.weight": layouts.norm()}
-    head: tuple[Any, ...] | None = None
+    source = None
     if method == "ppd":
         ranks = ((0.5, 0.2), (0.4, 0.2), (0.3, 0.1))
         save_prompts(checkpoint, PromptSettings(gamma=3, ranks=ranks))
@@ -59,26 +57,10 @@ def _exported(folder: Path, method: str) -> None:
         save_prompts(checkpoint, PromptSettings(gamma=3, prefix=4, mode=FORECAST))
     elif method == "select":
         options = {"select_kv": 16}
-    elif method == "medusa":
+    else:
         head = (*layouts.medusa(), "medusa_lm_head.pt")
-    elif method == "kangaroo":
-        named = {"architectures": ["KangarooAdapter"], "exit_layer": 1}
-        cut = (".mlp.", ".post_attention_layernorm.")
-        tensors = {n: t for n, t in layer.items() if not any(c in n for c in cut)}
-        head = layouts.layer_config(**named), tensors | end
-    elif method == "falcon":
-        size = layouts.H
-        recurrence = {
-            f"recurrence.{kind}.{place}.{name}": layouts.rand(4 * size, *shape)
-            for kind, place, name, shape in (
-                ("inputs", 0, "weight", (2 * size,)), ("inputs", 0, "bias", ()),
-                ("inputs", 1, "weight", (size,)), ("inputs", 1, "bias", ()),
-                ("states", 0, "weight", (size,)), ("states", 1, "weight", (size,)),
-            )
-        }  # fmt: skip
-        head = layouts.layer_config(block_size=3), layer | recurrence
-    source = None
-    if head is not None:
+        if method != "medusa":
+            head = layouts.one_layer(method)
         source = layouts.write(folder.with_name(f"{method}-head"), *head)
     exported(checkpoint, folder, "int4", head=source, capacity=96, **options)
 

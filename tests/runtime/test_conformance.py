@@ -11,6 +11,7 @@ from jetdraft.bundle import TARGET, Bundle
 from jetdraft.errors import OptionError
 from jetdraft.methods import OWN, methods
 from jetdraft.runtime.conversation import Conversation
+from tests import cases
 from tests.programs import refused_option
 from tests.runtime.method_bundles import MAKE
 from tests.runtime.text.test_tools import record
@@ -195,14 +196,12 @@ def test_a_conversation(model_of, method):
 
 
 @every_method
-@pytest.mark.parametrize(
-    ("drafting", "words"),
-    [
-        ({"nonsense": 1}, "unknown drafting option 'nonsense'"),
-        ({"verifier": 5}, "drafting option verifier cannot be 5"),
-        ({"verifier": "no"}, "unknown verifier 'no'"),
-        ({"tolerance": 0.5}, "verifier 'walk' has no tolerance"),
-    ],
+@cases(
+    "drafting, words",
+    ({"nonsense": 1}, "unknown drafting option 'nonsense'"),
+    ({"verifier": 5}, "drafting option verifier cannot be 5"),
+    ({"verifier": "no"}, "unknown verifier 'no'"),
+    ({"tolerance": 0.5}, "verifier 'walk' has no tolerance"),
 )
 def test_a_bad_option_is_refused(model_of, method, drafting, words):
     with refused_option(words):

@@ -22,6 +22,7 @@ from jetdraft.errors import (
 from jetdraft.runtime.conversation import Conversation
 from jetdraft.runtime.measured.cost_model import Curve
 from jetdraft.runtime.text.template import ChatTemplate, user_message
+from tests import cases
 from tests.programs import refused_option
 from tests.tiny import VOCAB_SIZE, tokenizer
 
@@ -262,30 +263,28 @@ def test_width_one_is_used_only_when_not_exact(model):
     assert set(widths) == {1}
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [({"prompt": ""}, "empty"), ({"token_ids": []}, "empty"),
-     ({"token_ids": [[1]]}, "integers"), ({"token_ids": ["x"]}, "integers"),
-     ({"token_ids": [288]}, "outside the vocabulary"),
-     ({"token_ids": [-1]}, "outside the vocabulary"),
-     ({"token_ids": [1] * 257}, "capacity is 256"), ({}, "either"),
-     ({"prompt": "a", "token_ids": [1]}, "either"), ({"prompt": [1, 2]}, "token_ids="),
-     ({"prompt": "a", "max_new_tokens": 0}, "1 or more")],
+@cases(
+    "options, words",
+    ({"prompt": ""}, "empty"), ({"token_ids": []}, "empty"),
+    ({"token_ids": [[1]]}, "integers"), ({"token_ids": ["x"]}, "integers"),
+    ({"token_ids": [288]}, "outside the vocabulary"),
+    ({"token_ids": [-1]}, "outside the vocabulary"),
+    ({"token_ids": [1] * 257}, "capacity is 256"), ({}, "either"),
+    ({"prompt": "a", "token_ids": [1]}, "either"), ({"prompt": [1, 2]}, "token_ids="),
+    ({"prompt": "a", "max_new_tokens": 0}, "1 or more"),
 )  # fmt: skip
 def test_bad_input_is_refused_before_anything_runs(model, options, words):
     with pytest.raises(OptionError, match=words):
         model.stream(**options)
 
 
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        ({"provider": "cuda"}, "operators run on the CPU only; .* --provider cuda"),
-        ({"provider": "tensorrt"}, "or export with --provider tensorrt"),
-        ({"provider": "abacus"}, "'abacus'; choose tensorrt, cuda, webgpu, cpu"),
-        ({"drafter_provider": "abacus"}, "unknown provider 'abacus'"),
-        ({"drafter_provider": "cuda"}, "or export with --provider cuda"),
-    ],
+@cases(
+    "options, reason",
+    ({"provider": "cuda"}, "operators run on the CPU only; .* --provider cuda"),
+    ({"provider": "tensorrt"}, "or export with --provider tensorrt"),
+    ({"provider": "abacus"}, "'abacus'; choose tensorrt, cuda, webgpu, cpu"),
+    ({"drafter_provider": "abacus"}, "unknown provider 'abacus'"),
+    ({"drafter_provider": "cuda"}, "or export with --provider cuda"),
 )
 def test_a_provider_that_cannot_run_is_refused(bundle, options, reason):
     with pytest.raises(ProviderError, match=reason):
@@ -330,10 +329,10 @@ def test_measurements_are_kept_beside_the_bundle(bundle, tmp_path):
     assert profile.stat().st_mtime_ns == before
 
 
-@pytest.mark.parametrize(
+@cases(
     "given",
-    [{"store": 3}, {"streams": 3}, {"threads": 2.5}, {"threads": "2"},
-     {"threads": 100000}, {"threads": 0}, {"threads": True}],
+    {"store": 3}, {"streams": 3}, {"threads": 2.5}, {"threads": "2"},
+    {"threads": 100000}, {"threads": 0}, {"threads": True},
     ids=str,
 )  # fmt: skip
 def test_load_says_what_is_wrong_with_its_arguments(bundle, given):

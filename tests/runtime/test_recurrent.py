@@ -19,7 +19,7 @@ from jetdraft.errors import OptionError, ProviderError
 from jetdraft.runtime.measured.survey import Survey
 from jetdraft.runtime.passes.binding import PassBinding
 from jetdraft.runtime.sampling.chooser import Sampling
-from tests import programs
+from tests import cases, programs
 from tests.checkpoints.heads import layouts
 from tests.checkpoints.heads.test_mtp import edit
 from tests.export.conftest import MTP
@@ -27,7 +27,14 @@ from tests.runtime import test_conformance as conformance
 from tests.runtime.method_bundles import tokens_of
 from tests.runtime.test_generation import PROMPT as SCRIPTED
 from tests.runtime.test_generation import SPOILS, Scripted
-from tests.tiny import HYBRIDS, SHARING, exported, save_assistant, save_checkpoint
+from tests.tiny import (
+    HYBRIDS,
+    SHARING,
+    exported,
+    refused,
+    save_assistant,
+    save_checkpoint,
+)
 from tools.forecast.kernel_table import TABLES, KernelTable
 
 PROMPT, H = conformance.PROMPT, layouts.H
@@ -198,15 +205,13 @@ def test_the_head_is_the_target_s_own(bundles):
         conformance.text(model, "eagle", drafting={"tree": "best"})
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"select_kv": 16}, "--select-kv"),
-        ({"provider": "webgpu"}, "only the CPU provider"),
-        ({"dtype": "fp16"}, "in fp32"),
-        ({"recipe": "int4-kv8"}, "leave kv out"),
-        ({"kernel": "onnxruntime"}, "leave --kernel out"),
-    ],
+@cases(
+    "changes, words",
+    ({"select_kv": 16}, "--select-kv"),
+    ({"provider": "webgpu"}, "only the CPU provider"),
+    ({"dtype": "fp16"}, "in fp32"),
+    ({"recipe": "int4-kv8"}, "leave kv out"),
+    ({"kernel": "onnxruntime"}, "leave --kernel out"),
 )
 def test_what_states_cannot_do_is_refused_by_name(tmp_path, changes, words):
     source = save_checkpoint(tmp_path / "lfm2", HYBRIDS["lfm2"]())
@@ -214,14 +219,13 @@ def test_what_states_cannot_do_is_refused_by_name(tmp_path, changes, words):
         exported(source, tmp_path / "b", **SIZES, **changes)
     assert words in str(refusal.value)
     assert "\n" not in str(refusal.value)
-    with pytest.raises(OptionError, match="so it is no drafter"):
-        exported(source, tmp_path / "b", drafter=source, **SIZES)
+    refused(OptionError, "so it is no drafter", source, drafter=source)
 
 
 def test_shared_keys_are_floats(tmp_path):
     source = save_checkpoint(tmp_path / "gemma4", SHARING["gemma4"]())
-    with pytest.raises(OptionError, match=r"share keys and values, .* leave kv out"):
-        exported(source, tmp_path / "b", "int4-b32-kv8", **SIZES)
+    said = r"share keys and values, .* leave kv out"
+    refused(OptionError, said, source, "int4-b32-kv8")
 
 
 def test_layer_types_that_do_not_fit_the_weights_are_refused(tmp_path):
@@ -254,12 +258,10 @@ def other_state(graph):
         node.input[:] = [n.replace("past_state.0", "past") for n in node.input]
 
 
-@pytest.mark.parametrize(
-    ("edit_graph", "words"),
-    [
-        (other_version, "is packed in layout 2, and this version reads layout 1"),
-        (other_state, "lack 'past_state.0'"),
-    ],
+@cases(
+    "edit_graph, words",
+    (other_version, "is packed in layout 2, and this version reads layout 1"),
+    (other_state, "lack 'past_state.0'"),
 )
 def test_an_edited_graph_is_refused_in_a_line(bundles, tmp_path, edit_graph, words):
     others = shutil.ignore_patterns("bundle.json", "profiles")

@@ -21,6 +21,7 @@ from jetdraft.server.generation_request import (
     GenerationRequest,
 )
 from jetdraft.server.reply import Reply
+from tests import cases
 from tests.runtime.text.test_tools import (
     ARGUMENTS,
     JSON,
@@ -129,9 +130,7 @@ def test_logprobs(client, model):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(
-    "choice", ["required", {"type": "function", "function": {"name": "read_sensor"}}]
-)
+@cases("choice", "required", {"type": "function", "function": {"name": "read_sensor"}})
 def test_a_tool_is_called(client, choice, stream):
     found = client.chat.completions.create(
         model="toy", messages=[{"role": "user", "content": "What is on the left?"}],

@@ -484,10 +484,6 @@ def test_a_damaged_file_is_deleted(pool, tmp_path, caplog, damage):
 
 
 def test_a_server_shares_beginnings(pool, tmp_path):
-    from openai import OpenAI
-
-    from tests.server.serving import served
-
     service = Service(pool, "tiny", prefixes=tmp_path)
     for model in pool.models:
         model.forget()

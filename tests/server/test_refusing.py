@@ -118,34 +118,32 @@ def test_wrong_completions(address, body, words):
     assert_error(post(address, body), 400, words)
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"messages": []}, "list of messages"),
-        ({"messages": "hi"}, "list of messages"),
-        ({"messages": [{"content": "a"}]}, "messages[0] must be an object with a role"),
-        ({"messages": [{"role": "user", "content": 3}]}, "must be a text or a list"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "image_url"),
-        ({"tools": "f"}, "give tools as"),
-        ({"tools": [{"type": "function"}]}, "give tools as"),
-        ({"tools": [TOOL], "tool_choice": "g"}, "none of f"),
-        ({"tool_choice": "required"}, "needs tools"),
-        ({"tools": [TOOL], "tool_choice": 3}, "tool_choice must be"),
-        ({"tools": [TOOL], "regex": "a"}, "exclude each other"),
-        ({"tools": [TOOL], "json_schema": "{}"}, "must be an object"),
-        ({"tools": [TOOL, WRONG]}, "tool 'g': the JSON schema is refused at /prop"),
-        ({"messages": [{"role": "assistant", "tool_calls": 5}]}, "must be a list"),
-        ({"messages": [{"role": "\ud800", "content": "a"}]}, "surrogate"),
-        ({"tools": [{"type": "function", "function": {"name": "\ud800"}}]}, "lone"),
-        (calling('"\\ud800"'), "surrogate"),
-        (calling("[" * 9000), "not JSON"),
-        (calling("{"), "not JSON"),
-        (
-            {"response_format": {"type": "json_schema", "json_schema": {
-                "schema": {"properties": {"a": {"type": "x"}}}}}},
-            "/properties/a",
-        ),
-    ],
+@cases(
+    "changes, words",
+    ({"messages": []}, "list of messages"),
+    ({"messages": "hi"}, "list of messages"),
+    ({"messages": [{"content": "a"}]}, "messages[0] must be an object with a role"),
+    ({"messages": [{"role": "user", "content": 3}]}, "must be a text or a list"),
+    ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "image_url"),
+    ({"tools": "f"}, "give tools as"),
+    ({"tools": [{"type": "function"}]}, "give tools as"),
+    ({"tools": [TOOL], "tool_choice": "g"}, "none of f"),
+    ({"tool_choice": "required"}, "needs tools"),
+    ({"tools": [TOOL], "tool_choice": 3}, "tool_choice must be"),
+    ({"tools": [TOOL], "regex": "a"}, "exclude each other"),
+    ({"tools": [TOOL], "json_schema": "{}"}, "must be an object"),
+    ({"tools": [TOOL, WRONG]}, "tool 'g': the JSON schema is refused at /prop"),
+    ({"messages": [{"role": "assistant", "tool_calls": 5}]}, "must be a list"),
+    ({"messages": [{"role": "\ud800", "content": "a"}]}, "surrogate"),
+    ({"tools": [{"type": "function", "function": {"name": "\ud800"}}]}, "lone"),
+    (calling('"\\ud800"'), "surrogate"),
+    (calling("[" * 9000), "not JSON"),
+    (calling("{"), "not JSON"),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {
+            "schema": {"properties": {"a": {"type": "x"}}}}}},
+        "/properties/a",
+    ),
 )  # fmt: skip
 @pytest.mark.parametrize("stream", [False, True])
 def test_wrong_chats(address, changes, words, stream):

@@ -19,6 +19,7 @@ from jetdraft.methods.diffusion.task import DiffusionSettings, DiffusionTask
 from jetdraft.train.blocks import Blocks, block_mask, block_starts
 from jetdraft.train.data import IGNORED, Batch
 from jetdraft.train.teacher import Lesson
+from tests import same_text
 from tests.tiny import VOCAB_SIZE, WORDS, exported, llama_config, save_checkpoint
 from tests.train.periodic import QUICK, made
 
@@ -232,14 +233,13 @@ def drafted(world, kind, head, folder, **how):
     return decoded(bundle.path, kind, **how)
 
 
-def decoded(bundle, kind, prepare=lambda model: None, **how):
+def decoded(bundle, kind, prepare=lambda model: None, steps=1, **how):
+    draft = {"method": kind, "num_draft_tokens": 4}
+    draft["drafting"] = {"confidence": 0.0, "steps": steps}
     with jetdraft.load(bundle, threads=1) as model:
         prepare(model)
-        ways = {"max_new_tokens": 60, "ignore_eos": True, **how}
-        plain = model.generate(2 * LINE, method="none", **ways)
-        options = {"num_draft_tokens": 4, "drafting": {"confidence": 0.0}}
-        result = model.generate(2 * LINE, method=kind, **ways, **options)
-        assert result.token_ids == plain.token_ids
+        how = {"max_new_tokens": 60, **how}
+        [result] = same_text(model, [draft], [how], prompt=2 * LINE)
         return result.stats
 
 
@@ -259,12 +259,7 @@ def test_the_same_when_sampled(trained, right):
 
 
 def test_a_second_step_does_not_make_it_worse(trained, right):
-    with jetdraft.load(right[1], threads=1) as model:
-        result = model.generate(
-            2 * LINE, method=trained[0], max_new_tokens=60, ignore_eos=True,
-            num_draft_tokens=4, drafting={"steps": 2, "confidence": 0.0},
-        )  # fmt: skip
-    assert result.stats.tokens_per_pass > 0.95 * right[0]
+    assert decoded(right[1], trained[0], steps=2).tokens_per_pass > 0.95 * right[0]
 
 
 def test_kept_rows_of_a_block_cost_acceptance(trained, right):

@@ -20,7 +20,7 @@ from jetdraft.methods.ppd.task import PpdTask
 from jetdraft.methods.stream.task import StreamTask
 from jetdraft.train import heads, prompts, run_folder, teacher
 from jetdraft.train.teacher import Lesson
-from tests import tiny
+from tests import cases, tiny
 from tests.programs import assert_refused, succeed
 from tests.programs import jetdraft as run_jetdraft
 from tests.tiny import SIZES, VOCAB_SIZE, llama_config, save_checkpoint, save_streams
@@ -146,13 +146,11 @@ def test_a_start_of_another_padding_gets_the_target_s(target, text, tmp_path, ro
     assert loaded.vocab_size == loaded.model.config.vocab_size == VOCAB_SIZE
 
 
-@pytest.mark.parametrize(
-    ("steps", "words"),
-    [
-        (100, "each 100 times in 100 steps; give more texts or fewer --steps"),
-        (20, "from 2 sequences, each 20 times in 20 steps"),
-        (None, "each 50 times in 50 steps"),
-    ],
+@cases(
+    "steps, words",
+    (100, "each 100 times in 100 steps; give more texts or fewer --steps"),
+    (20, "from 2 sequences, each 20 times in 20 steps"),
+    (None, "each 50 times in 50 steps"),
 )
 def test_few_texts_are_told(target, tmp_path, steps, words):
     data = lines(tmp_path / "t.jsonl", [{"text": "for self in range"}] * 3)

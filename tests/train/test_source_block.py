@@ -24,6 +24,7 @@ from jetdraft.train.attention import Masked, Masks
 from jetdraft.train.blocks import Blocks
 from jetdraft.train.data import IGNORED, Example, collate
 from jetdraft.train.task import TrainingOptions
+from tests import same_text
 from tests.sources import CONFIGS, T5, save, save_drafter
 from tests.tiny import WORDS, exported, llama_config, save_checkpoint
 from tests.train.periodic import made
@@ -102,12 +103,11 @@ def drafted(bundle, mix_up=False, **how):
             source = model.parts.drafter.source
             source.encode(other)
             source.encode = lambda material: False
+        draft = {"method": "block", "num_draft_tokens": SLOTS}
+        draft["drafting"] = {"confidence": 0.0}
         for source in SOURCES[1:]:
-            ways = {"max_new_tokens": 24, **how}
-            plain = model.generate(source, method="none", **ways)
-            options = {"num_draft_tokens": SLOTS, "drafting": {"confidence": 0.0}}
-            result = model.generate(source, method="block", **ways, **options)
-            assert result.token_ids == plain.token_ids
+            more = {"prompt": source, "max_new_tokens": 24, "ignore_eos": False}
+            [result] = same_text(model, [draft], [how], **more)
             tokens += len(result.token_ids)
             passes += result.stats.target_passes
     return tokens / passes

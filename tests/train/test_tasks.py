@@ -33,6 +33,7 @@ from jetdraft.runtime.planning.registry import load_object, methods
 from jetdraft.train.heads import HeadSettings, LayerSettings
 from jetdraft.train.run_folder import STATE_FILE, RunFolder
 from jetdraft.train.task import Task, TrainingOptions
+from tests import cases
 from tests.programs import ROOT, printed
 from tests.sources import CONFIGS, save
 from tests.tiny import VOCAB_SIZE, llama_config, save_checkpoint
@@ -377,13 +378,11 @@ def test_sequences_that_are_too_short_or_too_long(targets, tmp_path, name):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"steps": 0}, "steps 0 is out of range"),
-        ({"learning_rate": 2.0}, "learning rate 2.0 is out of range"),
-        ({"validation_share": 0.9}, "validation share 0.9 is out of range"),
-    ],
+@cases(
+    "options, message",
+    ({"steps": 0}, "steps 0 is out of range"),
+    ({"learning_rate": 2.0}, "learning rate 2.0 is out of range"),
+    ({"validation_share": 0.9}, "validation share 0.9 is out of range"),
 )
 def test_options_of_all_trainings(options, message):
     with pytest.raises(OptionError, match=message):

@@ -19,7 +19,7 @@ from jetdraft.errors import CheckpointError, UnsupportedModelError
 from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.methods.eagle.task import EagleSettings, EagleTask
 from jetdraft.recipe import Recipe
-from tests import tiny
+from tests import same_text, tiny
 from tests.checkpoints.heads import layouts, reference
 from tests.checkpoints.heads.conftest import ROWS
 from tests.checkpoints.heads.layouts import H
@@ -197,13 +197,12 @@ def test_a_hub_id_is_exported_with_the_module_in_its_files(name, tmp_path, monke
     options = ExportOptions(none, none, capacity=64, max_width=8, fast=True)
     bundle = export("tiny/target", tmp_path / "bundle", options=options)
     assert (bundle.drafter is not None) == bool(name)
-    how = {"token_ids": [5, 6, 7], "max_new_tokens": 30, "ignore_eos": True}
     with jetdraft.load(bundle.path, threads=1) as model:
-        plain = model.generate(method="none", **how).token_ids
-        assert ("eagle" in model.methods) == bool(name)
-        for method in ("auto", *model.methods[1:]):
-            result = model.generate(method=method, num_draft_tokens=3, **how)
-            assert result.token_ids == plain
+        methods = "auto", *model.methods[1:]
+        assert ("eagle" in methods) == bool(name)
+        drafts = [{"method": method, "num_draft_tokens": 3} for method in methods]
+        drafted = same_text(model, drafts, [{}], token_ids=[5, 6, 7], max_new_tokens=30)
+        for method, result in zip(methods, drafted, strict=True):
             assert method != "eagle" or result.stats.drafted_tokens > 20
 
 

@@ -32,6 +32,7 @@ from jetdraft.errors import (
 )
 from jetdraft.export.step import buffer_sizes
 from jetdraft.recipe import Recipe
+from tests import cases
 from tests.export.test_architectures import load
 from tests.ggufs import one, write_gguf
 from tests.programs import assert_refused, jetdraft, succeed
@@ -194,12 +195,10 @@ def test_the_header_of_a_gguf_file_has_all_sizes_and_the_recipe(family, tmp_path
         plan(replace(asked, target=cut))
 
 
-@pytest.mark.parametrize(
-    ("provider", "basis", "speed"),
-    [
-        ((), "at most, for the CPU", "at most"),
-        (("--provider", "cuda"), "for the GPU, by the constants of another", "about"),
-    ],
+@cases(
+    "provider, basis, speed",
+    ((), "at most, for the CPU", "at most"),
+    (("--provider", "cuda"), "for the GPU, by the constants of another", "about"),
 )
 def test_the_first_line_says_what_is_predicted(config, provider, basis, speed):
     result = jetdraft("plan", config(CONFIG), "--device", "orin-nano-8gb", *provider)
@@ -240,17 +239,15 @@ def test_a_model_that_does_not_fit(config):
     assert "--quantize int4 would fit" in str(does_not_fit_error(question, prediction))
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (("--device", "nano"), "unknown device 'nano'"),
-        (("--device", "agx-thor", "--quantize", "fp8"), "unknown quantization 'fp8'"),
-        (("--device", "agx-thor", "--acceptance", "1"), "acceptance 1.0 is out of"),
-        (("--device", "n100-16gb", "--provider", "cuda"), "give --provider cpu"),
-        (("--device", "agx-thor", "--context", "0"), "context 0 is out of range"),
-        (("--device", "agx-thor", "--power-mode", "x"), "no power mode 'x'"),
-        (("--device", "agx-thor", "--drafter", "none.json"), "cannot read none.json"),
-    ],
+@cases(
+    "options, message",
+    (("--device", "nano"), "unknown device 'nano'"),
+    (("--device", "agx-thor", "--quantize", "fp8"), "unknown quantization 'fp8'"),
+    (("--device", "agx-thor", "--acceptance", "1"), "acceptance 1.0 is out of"),
+    (("--device", "n100-16gb", "--provider", "cuda"), "give --provider cpu"),
+    (("--device", "agx-thor", "--context", "0"), "context 0 is out of range"),
+    (("--device", "agx-thor", "--power-mode", "x"), "no power mode 'x'"),
+    (("--device", "agx-thor", "--drafter", "none.json"), "cannot read none.json"),
 )
 def test_bad_options(config, options, message):
     assert_refused(jetdraft("plan", config(CONFIG), *options), message)
@@ -302,9 +299,7 @@ def counted(config):
     return sum(matrix.numel() for matrix in matrices)
 
 
-@pytest.mark.parametrize(
-    "config", [LLAMA, {**LLAMA, "tie_word_embeddings": True}, QWEN, LFM2]
-)
+@cases("config", LLAMA, {**LLAMA, "tie_word_embeddings": True}, QWEN, LFM2)
 def test_weights_are_those_of_the_model(config):
     assert Dimensions.of(config).weights == counted(config)
 
@@ -396,9 +391,10 @@ def test_a_vision_model_is_its_text_part():
     assert Dimensions.of(whole) == Dimensions.of(LLAMA)
 
 
-@pytest.mark.parametrize(
-    ("config", "change", "size"),
-    [(LLAMA, {"tied": True}, 2 * 128 * 64), (LFM2, {"state_values": 0}, 2 * 4 * 256)],
+@cases(
+    "config, change, size",
+    (LLAMA, {"tied": True}, 2 * 128 * 64),
+    (LFM2, {"state_values": 0}, 2 * 4 * 256),
 )
 def test_memory_counts_a_tied_head_once_and_states_twice(config, change, size):
     sizes, recipe = Dimensions.of(config), Recipe.parse("int4-b64-headnone")
@@ -407,16 +403,14 @@ def test_memory_counts_a_tied_head_once_and_states_twice(config, change, size):
     assert more - less == pytest.approx(size / 1e6)
 
 
-@pytest.mark.parametrize(
-    ("name", "layers", "head"),
-    [
-        ("none", 2, 2),
-        ("int4", 0.5 + 2 / 128, 0.5 + 2 / 128),
-        ("int4-b32-head8", 0.5 + 2 / 32, 1 + 2 / 32),
-        ("int4-b32-headnone", 0.5 + 2 / 32, 2),
-        ("int8-k_quant-b64", 1 + 3 / 64, 1 + 3 / 64),
-        ("int4-b32-up0.2", 0.5 + 2 / 32 + 0.5 * 2 / 3, 0.5 + 2 / 32),
-    ],
+@cases(
+    "name, layers, head",
+    ("none", 2, 2),
+    ("int4", 0.5 + 2 / 128, 0.5 + 2 / 128),
+    ("int4-b32-head8", 0.5 + 2 / 32, 1 + 2 / 32),
+    ("int4-b32-headnone", 0.5 + 2 / 32, 2),
+    ("int8-k_quant-b64", 1 + 3 / 64, 1 + 3 / 64),
+    ("int4-b32-up0.2", 0.5 + 2 / 32 + 0.5 * 2 / 3, 0.5 + 2 / 32),
 )
 def test_bytes_of_a_recipe(name, layers, head):
     load = LoadedDecoder(Dimensions.of(LLAMA), Recipe.parse(name))
@@ -426,16 +420,14 @@ def test_bytes_of_a_recipe(name, layers, head):
     assert LoadedDecoder(load.sizes, Recipe.parse(f"{name}-kv8")).kv_bytes == 1
 
 
-@pytest.mark.parametrize(
-    ("content", "match"),
-    [
-        ("{", "is not JSON"),
-        ("[]", "does not describe a decoder"),
-        ('{"is_encoder_decoder": true}', "a plan predicts decoders only"),
-        ("{}", "does not describe a decoder"),
-        ('{"text_config": 5}', "does not describe a decoder"),
-        (json.dumps({**LLAMA, "hidden_size": "x"}), "hidden_size is 'x'"),
-    ],
+@cases(
+    "content, match",
+    ("{", "is not JSON"),
+    ("[]", "does not describe a decoder"),
+    ('{"is_encoder_decoder": true}', "a plan predicts decoders only"),
+    ("{}", "does not describe a decoder"),
+    ('{"text_config": 5}', "does not describe a decoder"),
+    (json.dumps({**LLAMA, "hidden_size": "x"}), "hidden_size is 'x'"),
 )
 def test_files_that_are_not_configs(tmp_path, content, match):
     (tmp_path / "config.json").write_text(content)

@@ -18,6 +18,7 @@ from jetdraft.runtime.measured.cost_model import MAX_MS, Curve, LinearFit, Round
 from jetdraft.runtime.measured.stats import GuessRates, MethodStats, Round, Stats
 from jetdraft.runtime.measured.survey import FIRST_WIDTHS, Survey, pass_times
 from jetdraft.runtime.measured.widths import Profiles, Widths
+from tests import cases
 
 IDS = np.random.default_rng(5).integers(0, 288, 12).tolist() * 3
 CURVE = Curve(
@@ -333,9 +334,7 @@ def test_passes_that_take_no_time_or_for_ever(field, ms):
 
 
 @pytest.mark.parametrize("ms", [-0.1, MAX_MS, NAN, INFINITY])
-@pytest.mark.parametrize(
-    "field", ["compaction", "probe", "drafter", "drafts", "kept_row", "expert"]
-)
+@cases("field", "compaction", "probe", "drafter", "drafts", "kept_row", "expert")
 def test_other_times_that_cannot_be(field, ms):
     refuse(**{field: {"lookup": ms} if field == "drafts" else ms})
 

@@ -16,6 +16,7 @@ from jetdraft.runtime.sampling.chooser import Chooser, Sampling
 from jetdraft.runtime.sampling.verifiers import VERIFIERS
 from jetdraft.testing import toy_bundle
 from jetdraft.train.acceptance import DRAFT_LENGTH, fit_head, record_verdicts, save_head
+from tests import WAYS, same_text
 from tests.runtime.method_bundles import drafter_of, pieces_of, tokens_of
 from tests.runtime.test_generation import Branching
 from tests.tiny import exported
@@ -26,6 +27,7 @@ SAMPLINGS = [Sampling(), Sampling(0.8, seed=1), Sampling(1.2, seed=3, top_k=40)]
 CONTEXT = np.random.default_rng(2).integers(0, 288, 30).tolist()
 READ = np.random.default_rng(6).integers(0, 288, 24).tolist()
 HOW = {"token_ids": READ, "max_new_tokens": 60, "ignore_eos": True}
+LEARNED = {"drafting": {"stopping": "learned"}}
 PROMPTS = [np.random.default_rng(seed).integers(0, 288, 20) for seed in range(3)]
 
 
@@ -188,12 +190,9 @@ def test_a_tree_of_several_passes_fits_into_a_narrow_mask(tmp_path, tree):
     """Level by level a shape asks for more rows than the mask has."""
     narrow = resized(toy_bundle(tmp_path / "toy"), tmp_path / "narrow", 128, 8)
     with jetdraft.load(narrow, threads=1) as model:
-        options = {"max_new_tokens": 40, "ignore_eos": True}
-        plain = model.generate("The robot sees", method="none", **options)
-        drafting = {"method": "draft", "drafting": {"tree": tree}}
-        drafted = model.generate("The robot sees", **drafting, **options)
-    assert drafted.token_ids == plain.token_ids
-    assert sum(drafted.from_draft) > 0
+        drafts = [{"method": "draft", "drafting": {"tree": tree}}]
+        for drafted in same_text(model, drafts, [{}], prompt="The robot sees"):
+            assert sum(drafted.from_draft) > 0
 
 
 @pytest.fixture
@@ -299,17 +298,12 @@ def test_a_rate_is_that_of_the_written_formula():
 
 
 @pytest.mark.parametrize("rule", ["confidence", "product"])
-@pytest.mark.parametrize("way", [{}, {"temperature": 0.9, "seed": 4}], ids=str)
+@pytest.mark.parametrize("way", WAYS, ids=str)
 def test_thresholds_shorten_drafts_and_change_no_text(model, rule, way):
-    plain = model.generate(method="none", **HOW, **way)
-    drafted = []
-    for threshold in (0.0, 0.02, 1.0):
-        found = model.generate(
-            method="draft", num_draft_tokens=6,
-            drafting={"stopping": rule, "stop_threshold": threshold}, **HOW, **way,
-        )  # fmt: skip
-        assert found.token_ids == plain.token_ids
-        drafted.append(found.stats.drafted_tokens / found.stats.target_passes)
+    rules = [{"stopping": rule, "stop_threshold": x} for x in (0.0, 0.02, 1.0)]
+    drafts = [{"method": "draft", "num_draft_tokens": 6, "drafting": r} for r in rules]
+    found = [drafted.stats for drafted in same_text(model, drafts, [way], **HOW)]
+    drafted = [stats.drafted_tokens / stats.target_passes for stats in found]
     assert drafted == sorted(drafted, reverse=True)
     assert drafted[0] > 5
     assert drafted[-1] <= 1
@@ -321,11 +315,9 @@ def test_a_head_that_always_says_the_same(model, monkeypatch, bias, length):
     monkeypatch.setattr(AcceptanceHead, "load", lambda *given: head)
     # A proposer that was made before has the head of that time.
     monkeypatch.setattr(model.planner, "_proposers", {})
-    found = model.generate(
-        method="draft", num_draft_tokens=6, drafting={"stopping": "learned"}, **HOW
-    )
+    draft = {"method": "draft", "num_draft_tokens": 6}
+    [found] = same_text(model, [draft | LEARNED], [{}], **HOW)
     assert found.stats.rounds_by_choice.get(f"draft:{length}", 0) > 10
-    assert model.generate(method="none", **HOW).token_ids == found.token_ids
 
 
 def test_rules_do_not_outlive_their_generation(model):
@@ -403,9 +395,7 @@ def test_a_learned_head_is_used(bundle, tmp_path):
         *record_verdicts(model, PROMPTS, max_new_tokens=40, temperature=0.0), steps=20
     )
     save_head(head, model.parts.profiles.acceptance_file, model.bundle.sha256)
-    how = {"token_ids": PROMPTS[0], "max_new_tokens": 40}
-    found = model.generate(method="draft", drafting={"stopping": "learned"}, **how)
-    assert found.token_ids == model.generate(method="none", **how).token_ids
+    same_text(model, [{"method": "draft"} | LEARNED], [{}], token_ids=PROMPTS[0])
 
 
 def test_too_little_to_learn_from(model):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import jetdraft
-from jetdraft import BundleError, Drafting, OptionError
+from jetdraft import BundleError, Drafting
 from jetdraft.checkpoints import streams
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.methods.ppd import method as ppd
@@ -21,7 +21,8 @@ from jetdraft.runtime.proposers.proposer import Seen
 from jetdraft.runtime.sampling.chooser import Chooser, Sampling
 from jetdraft.train.attention import IMPLEMENTATION
 from jetdraft.train.prompts import prompt_logits
-from tests import tiny
+from tests import same_text, tiny
+from tests.programs import refused_option
 from tests.tiny import exported, llama_config, save_checkpoint, save_streams
 
 TREE = {"tree": "k-ary", "branching": [2, 2, 2]}
@@ -140,9 +141,8 @@ def test_where_probes_change_bits_an_exact_text_has_none(models, monkeypatch, ki
     model = models(kind)
     widths = replace(model.parts.widths, probes_agree=False)
     monkeypatch.setattr(model.parts.survey, "_widths", widths)
-    with pytest.raises(OptionError, match="add --no-exact") as refusal:
+    with refused_option("add --no-exact", "method"):
         text(model, kind)
-    assert refusal.value.field == "method"
     assert text(model, kind, exact=False).token_ids
     assert not any(kind in c for c in text(model, "auto").stats.rounds_by_choice)
 
@@ -344,11 +344,9 @@ def test_without_lower_layers_there_is_nothing_to_exit_from(tmp_path):
     save_streams(folder, SETTINGS["stream"])
     exported(folder, tmp_path / "bundle", capacity=256, max_width=32)
     with jetdraft.load(tmp_path / "bundle", threads=1) as model:
-        assert text(model, "stream").token_ids == text(model, "none").token_ids
-        words = "all of its layers have streams"
-        with pytest.raises(OptionError, match=words) as refusal:
+        same_text(model, ["stream"], token_ids=PROMPT)
+        with refused_option("all of its layers have streams"):
             text(model, "stream", drafting={"prune_threshold": 0.1})
-        assert refusal.value.field == "drafting"
 
 
 @pytest.mark.parametrize("exact", [True, False])
@@ -377,22 +375,9 @@ def test_both_halves_hold_what_a_fresh_prefill_holds(models, exact):
         np.testing.assert_allclose(one, buffer.numpy()[:, :, :length], atol=1e-4)
 
 
-def test_other_methods_do_not_prune(models):
-    model = models("stream")
-    drafting = {"prune_threshold": 0.1}
-    with pytest.raises(OptionError, match="unknown drafting option") as refusal:
-        model.generate(token_ids=PROMPT, method="lookup", drafting=drafting)
-    assert refusal.value.field == "drafting"
-    with pytest.raises(OptionError, match="needs one method; give --method stream"):
-        model.generate(token_ids=PROMPT, method="auto", drafting=drafting)
-
-
-@every_way
-def test_an_ensemble_writes_the_same_text(models, way):
-    ensemble = models("ppd", 0, members=2)
-    plain = text(ensemble, "none", **way).token_ids
-    for exact in (True, False):
-        assert text(ensemble, "ppd", exact=exact, **way).token_ids == plain
+def test_an_ensemble_writes_the_same_text(models):
+    drafts = [{"method": "ppd", "exact": exact} for exact in (True, False)]
+    same_text(models("ppd", 0, members=2), drafts, WAYS, token_ids=PROMPT)
 
 
 def test_a_draft_says_how_many_probes_its_rows_carry(models):

@@ -11,6 +11,7 @@ from jetdraft.runtime.sampling.processors import NEVER
 from jetdraft.runtime.text.codec import TextCodec
 from jetdraft.runtime.text.constraint import Constraint, Matcher
 from jetdraft.runtime.text.tools import CallFormat, Tools
+from tests import cases
 from tests.runtime.sampling.test_chooser import answer
 from tests.runtime.text.test_tools import tool
 from tests.tiny import END_OF_TEXT, VOCAB_SIZE, tokenizer
@@ -155,9 +156,7 @@ def test_a_special_token_needs_a_constraint_that_has_its_text(text):
         assert 0 not in found
 
 
-@pytest.mark.parametrize(
-    "source", ["a<\\|endoftext\\|>b", "a(<\\|endoftext\\|>)?b|a<.*>b"]
-)
+@cases("source", "a<\\|endoftext\\|>b", "a(<\\|endoftext\\|>)?b|a<.*>b")
 def test_an_end_is_never_a_part_of_a_text(text_of, kind, source):
     text = text_of(kind, ())
     ids = text.ids(f"a{END_OF_TEXT}b")

@@ -32,6 +32,7 @@ from jetdraft.runtime.trees.shapes import (
     Tree,
     draw_siblings,
 )
+from tests import cases
 
 VOCABULARY = 12
 RANDOM = np.random.default_rng(5)
@@ -163,13 +164,11 @@ def test_merged_asks_less_for_the_same_rows():
         assert rows.tokens[row] in follows
 
 
-@pytest.mark.parametrize(
-    ("shape", "second"),
-    [
-        (Heap(), [0.5, 0.3, 0.2]),
-        (ReachThreshold(), [0.7, 0.2, 0.1]),
-        (Kary((2, 1)), None),
-    ],
+@cases(
+    "shape, second",
+    (Heap(), [0.5, 0.3, 0.2]),
+    (ReachThreshold(), [0.7, 0.2, 0.1]),
+    (Kary((2, 1)), None),
 )
 def test_a_shape_that_looks_at_draws_does_not_bias_them(shape, second):
     q = [np.array([0.6, 0.4, 0.0]), np.array(second or [0.5, 0.3, 0.2])]
@@ -239,13 +238,11 @@ def chi_square(counts, expected):
 MASS = Q.over(np.arange(4))
 
 
-@pytest.mark.parametrize(
-    ("kind", "chance"),
-    [
-        (Kind.REPLACED, lambda a, b: MASS[a] * MASS[b]),
-        (Kind.DISTINCT, lambda a, b: (a != b) * MASS[a] * MASS[b] / (1 - MASS[a])),
-        (Kind.TOP_AND_ONE, lambda a, b: (a == 0 != b) * MASS[b] / (1 - MASS[0])),
-    ],
+@cases(
+    "kind, chance",
+    (Kind.REPLACED, lambda a, b: MASS[a] * MASS[b]),
+    (Kind.DISTINCT, lambda a, b: (a != b) * MASS[a] * MASS[b] / (1 - MASS[a])),
+    (Kind.TOP_AND_ONE, lambda a, b: (a == 0 != b) * MASS[b] / (1 - MASS[0])),
 )
 def test_siblings_are_drawn_as_their_kind_says(kind, chance):
     draws = [draw_siblings(kind, Q, 2, Sampling(1.0, seed=s), 9) for s in SEEDS]
@@ -267,16 +264,14 @@ def test_the_first_coupled_sibling_is_what_the_drafter_would_choose():
     assert draw_siblings(Kind.COUPLED, Q, 3, Sampling(), 9) == [0, 3, 2]
 
 
-@pytest.mark.parametrize(
-    ("name", "kind", "count"),
-    [
-        ("rejection", Kind.REPLACED, 1),
-        ("recursive", Kind.REPLACED, 2),
-        ("recursive", Kind.DISTINCT, 2),
-        ("k-seq", Kind.REPLACED, 2),
-        ("greedy-plus-one", Kind.TOP_AND_ONE, 2),
-        ("walk", Kind.COUPLED, 2),
-    ],
+@cases(
+    "name, kind, count",
+    ("rejection", Kind.REPLACED, 1),
+    ("recursive", Kind.REPLACED, 2),
+    ("recursive", Kind.DISTINCT, 2),
+    ("k-seq", Kind.REPLACED, 2),
+    ("greedy-plus-one", Kind.TOP_AND_ONE, 2),
+    ("walk", Kind.COUPLED, 2),
 )
 def test_drafting_and_verifying_with_one_seed_draws_from_p(name, kind, count):
     """The rules are enumerated elsewhere; here the noise of both must not mix."""

@@ -1,9 +1,11 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -39,6 +41,17 @@ def in_floats(
         features = decoder(torch.tensor([text])).last_hidden_state
     with jetdraft.load(bundle.path, threads=1) as model:
         yield model, module, features
+
+
+def check_drafts(follower, text, states, rows, wanted, most=None) -> None:
+    """After each number of `rows` of the target a draft of `text` has these logits."""
+    for first, seen in pairwise((0, *rows)):
+        follower.observe(first, text[first:seen], states[first:seen])
+        logits = [follower.follow(text[: seen + 1]).candidate_logits[-1].copy()]
+        for token in text[seen + 1 :][:most]:
+            logits.append(follower.step(token).candidate_logits[-1].copy())
+        with torch.no_grad():
+            np.testing.assert_allclose(logits, wanted(seen)[: len(logits)], atol=2e-4)
 
 
 @pytest.fixture(scope="module")
