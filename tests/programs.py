@@ -1,6 +1,7 @@
 """Programs of the repository, run as modules, as processes and as commands in here."""
 
 import importlib.util
+import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -26,6 +27,18 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 main()
 """
 """The command line as a terminal would start it, for `python -c`."""
+
+
+SEVERAL = """
+import json, sys
+from jetdraft.cli import main
+for words in json.loads(sys.argv[1]):
+    try:
+        main(words)
+    except SystemExit as ended:
+        print("code", ended.code, file=sys.stderr)
+"""
+"""Run several commands in one process, as far apart as possible from this one."""
 
 
 def module_of(file: str, patch: pytest.MonkeyPatch) -> ModuleType:
@@ -63,6 +76,12 @@ def jetdraft(
     return CliRunner().invoke(command, [str(part) for part in arguments], input=stdin)
 
 
+def several(*commands: Iterable[object]) -> list[str]:
+    """The words with which a process runs several commands of jetdraft."""
+    words = [[str(word) for word in command] for command in commands]
+    return [sys.executable, "-c", SEVERAL, json.dumps(words)]
+
+
 def succeed(*arguments: object, **how: Any) -> Result:
     """What a command prints, see `jetdraft`, that must end well."""
     result = jetdraft(*arguments, **how)
@@ -80,13 +99,14 @@ def without(package: str, *arguments: object) -> subprocess.CompletedProcess[str
 def assert_refused(
     result: Result, *said: str, of: Callable[[Iterable[bool]], bool] = all
 ) -> None:
-    """Exit code 2 and one line, which says all (or any) of this."""
+    """Exit code 2 and, after any progress, a line that says all (or any) of this."""
     assert isinstance(result.exception, SystemExit), repr(result.exception)
     assert result.exit_code == 2, result.output
     assert result.stdout == ""
-    assert result.stderr.startswith("error: ")
-    assert result.stderr.count("\n") == 1, result.stderr
-    assert of(part in result.stderr for part in said), result.stderr
+    *stages, error = result.stderr.splitlines(keepends=True)
+    assert all(stage.startswith("after ") for stage in stages), result.stderr
+    assert error.startswith("error: ")
+    assert of(part in error for part in said), error
 
 
 @contextmanager

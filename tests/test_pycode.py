@@ -14,6 +14,7 @@ import jetdraft
 from jetdraft import OptionError, OutputError, testing
 from jetdraft.runtime.text.template import user_message
 from jetdraft.testing import toy_bundle
+from tests import cases, same_text
 from tests.programs import python
 from tests.tiny import exported
 
@@ -31,32 +32,30 @@ TOOL = {"type": "function", "function": {"name": "read_sensor"}}
 SAMPLED = {"temperature": 0.8, "seed": 7}
 
 
+def made(folder, recipe="int4", **options):
+    exported(FOLDER / "target", folder / "bundle", recipe, **SIZES, **options)
+    return jetdraft.load(folder / "bundle", threads=1)
+
+
 @pytest.fixture(scope="module")
 def pycode(tmp_path_factory):
-    output = tmp_path_factory.mktemp("bundles") / "pycode"
     drafter = {"drafter": FOLDER / "drafter", "drafter_recipe": "int8"}
-    exported(FOLDER / "target", output, "int4", **drafter, **SIZES)
-    return jetdraft.load(output, threads=1)
+    return made(tmp_path_factory.mktemp("pycode"), **drafter)
 
 
-@pytest.mark.parametrize(
-    ("temperature", "seed", "floor", "tokens"),
-    [(0.0, 0, GREEDY_FLOOR, 1000), (0.8, 1, SAMPLED_FLOOR, 300), (1.2, 2, 0.0, 300)],
+@cases(
+    "temperature, seed, floor, tokens",
+    (0.0, 0, GREEDY_FLOOR, 1000),
+    (0.8, 1, SAMPLED_FLOOR, 300),
+    (1.2, 2, 0.0, 300),
 )
 def test_many_tokens_with_every_method(pycode, temperature, seed, floor, tokens):
-    options = {
-        "max_new_tokens": tokens, "temperature": temperature, "seed": seed,
-        "ignore_eos": True,
-    }  # fmt: skip
-    plain = pycode.generate(PROMPT, method="none", **options)
-    assert len(plain.token_ids) == tokens
-    for method, length in (("draft", 1), ("draft", 4), ("lookup", 4), ("auto", None)):
-        result = pycode.generate(
-            PROMPT, method=method, num_draft_tokens=length, **options
-        )
-        assert result.token_ids == plain.token_ids, (method, length)
-        if method == "draft":
-            assert result.stats.acceptance_rate >= floor
+    drafts = [{"method": "draft", "num_draft_tokens": length} for length in (1, 4)]
+    others = {"method": "lookup", "num_draft_tokens": 4}, "auto"
+    way = {"temperature": temperature, "seed": seed, "max_new_tokens": tokens}
+    found = same_text(pycode, [*drafts, *others], [way], prompt=PROMPT)
+    assert {len(result.token_ids) for result in found} == {tokens}
+    assert all(result.stats.acceptance_rate >= floor for result in found[:2])
 
 
 def test_sampled_drafts_are_coupled_to_the_target(pycode):
@@ -72,40 +71,29 @@ def test_sampled_drafts_are_coupled_to_the_target(pycode):
 
 
 def test_the_standard_flavour_writes_the_same(pycode, tmp_path):
-    how = {"flavour": "standard", **SIZES}
-    exported(FOLDER / "target", tmp_path / "bundle", "int4", **how)
-    standard = jetdraft.load(tmp_path / "bundle", threads=1)
-    for way in ({}, {"temperature": 0.8, "seed": 1}):
-        options = {"max_new_tokens": 200, "ignore_eos": True, **way}
-        plain = standard.generate(PROMPT, method="none", **options)
-        assert standard.generate(PROMPT, method="lookup", **options).text == plain.text
-        if not way:  # a sampled text turns at a near tie, where kernels round otherwise
-            assert pycode.generate(PROMPT, method="none", **options).text == plain.text
+    how = {"prompt": PROMPT, "max_new_tokens": 200, "ignore_eos": True}
+    found, _ = same_text(made(tmp_path, flavour="standard"), ["lookup"], **how)
+    # A sampled text turns at a near tie, where kernels round otherwise.
+    assert pycode.generate(method="none", **how).text == found.text
 
 
 @pytest.fixture(scope="module")
 def with_head(tmp_path_factory):
-    output = tmp_path_factory.mktemp("bundles") / "with-head"
     head = {"head": FOLDER / "head", "drafter_recipe": "int8"}
-    exported(FOLDER / "target", output, "int4", **head, **SIZES)
-    return jetdraft.load(output, threads=1)
+    return made(tmp_path_factory.mktemp("with-head"), **head)
 
 
 @pytest.mark.parametrize("temperature", HEAD_FLOORS)
 def test_the_head_is_right_often_and_never_changes_the_text(with_head, temperature):
-    options = {
-        "max_new_tokens": 96, "temperature": temperature, "seed": 1, "ignore_eos": True,
-    }  # fmt: skip
+    way = {"temperature": temperature, "seed": 1, "max_new_tokens": 96}
+    draft = {"method": "eagle", "num_draft_tokens": 3}
     lines = (FOLDER / "prompts.jsonl").read_text().splitlines()[:4]
-    total = None
-    for prompt in (json.loads(line)["prompt"] for line in lines):
-        plain = with_head.generate(prompt, method="none", **options)
-        text = with_head.generate(prompt, method="eagle", num_draft_tokens=3, **options)
-        assert text.token_ids == plain.token_ids
-        if total is None:
-            total = text.stats
-        else:
-            total.merge(text.stats)
+    total, *others = (
+        same_text(with_head, [draft], [way], prompt=json.loads(line)["prompt"])[0].stats
+        for line in lines
+    )
+    for stats in others:
+        total.merge(stats)
     rates, floors = total.accepted_by_position, HEAD_FLOORS[temperature]
     assert all(r >= f for r, f in zip(rates, floors, strict=True)), rates
 

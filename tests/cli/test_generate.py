@@ -16,7 +16,7 @@ import pytest
 
 import jetdraft as package
 from tests import whispers
-from tests.programs import INTERRUPTIBLE, assert_refused, jetdraft, succeed
+from tests.programs import INTERRUPTIBLE, assert_refused, jetdraft, several, succeed
 from tests.runtime.test_conversation import TEMPLATE, with_template
 
 PROMPT = " the self"
@@ -26,16 +26,6 @@ METRICS = {
     *("acceptance_rate", "tokens_per_pass", "accepted_by_position"),
     *("tokens_per_second", "time_to_first_token"),
 }
-SEVERAL = """
-import json, sys
-from jetdraft.cli import main
-for words in json.loads(sys.argv[1]):
-    try:
-        main(words)
-    except SystemExit as ended:
-        print("code", ended.code, file=sys.stderr)
-"""
-"""Run several commands in one process, as far apart as possible from this one."""
 # Slow enough to interrupt. A shell may have switched Ctrl-C off in the background.
 SLOW = """
 import signal, sys, time
@@ -187,11 +177,6 @@ def test_prompt_comes_from_a_file_or_stdin(bundle, model, tmp_path, way):
         arguments, given = ("-p", "-"), prompt
     result = jetdraft("generate", bundle, *arguments, *SHORT, stdin=given)
     assert result.stdout == model.generate(prompt, max_new_tokens=24).text + "\n"
-
-
-def several(*commands):
-    words = [[str(word) for word in command] for command in commands]
-    return [sys.executable, "-c", SEVERAL, json.dumps(words)]
 
 
 def test_standard_streams_may_be_closed(bundle, tmp_path):

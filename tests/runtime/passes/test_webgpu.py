@@ -21,6 +21,7 @@ from jetdraft.runtime.measured import survey
 from jetdraft.runtime.passes.buffers import Tensor
 from jetdraft.runtime.passes.opener import Opener
 from jetdraft.runtime.passes.session import ONE_THREAD
+from tests import WAYS, same_text
 from tests.checkpoints.heads import layouts
 from tests.tiny import drafter_config, llama_config, save_checkpoint, save_streams
 from tools.forecast.forecast import Fate, forecasts
@@ -135,17 +136,13 @@ def test_chains_trees_and_moved_rows_have_the_logits_of_the_cpu(model, on_cpu):
 
 
 def test_the_same_text_with_every_method(model, on_cpu):
-    for sampling in ({}, {"temperature": 0.9, "seed": 3, "top_p": 0.95}):
-        plain = text(model, method="none", **sampling)
-        assert text(on_cpu, method="none", **sampling) == plain
-        for way in (
-            {"method": "lookup", "num_draft_tokens": 3},
-            {"method": "draft", "num_draft_tokens": 3},
-            {"method": "draft", "num_draft_tokens": 3, "drafting": BEST},
-            {"method": "draft,lookup"},
-            {"method": "auto"},
-        ):
-            assert text(model, **way, **sampling) == plain, way
+    ways = {}, {"temperature": 0.9, "seed": 3, "top_p": 0.95}
+    for way in ways:
+        plain = text(model, method="none", **way)
+        assert text(on_cpu, method="none", **way) == plain
+    drafts = [{"method": m, "num_draft_tokens": 3} for m in ("lookup", "draft")]
+    drafts += [{**drafts[-1], "drafting": BEST}, "draft,lookup", "auto"]
+    same_text(model, drafts, ways, token_ids=PROMPT, max_new_tokens=TOKENS)
 
 
 def test_the_end_of_the_buffers(model, on_cpu):
@@ -267,12 +264,12 @@ def test_a_head_reads_features_on_the_device(heads, kind):
     assert np.array_equal(candidates[:, :3], likewise[:, :3])
     values = [found.candidate_logits for found in (one, other)]
     np.testing.assert_allclose(*values, atol=1e-3)
-    for way in ({}, {"temperature": 0.9, "seed": 3}):
+    for way in WAYS:
         plain = text(here, method="none", **way)
         assert text(there, method="none", **way) == plain
-        for drafting in ({"num_draft_tokens": 3}, {"drafting": BEST}):
-            assert text(here, method=kind, **drafting, **way) == plain
-        assert text(here, method=f"{kind},lookup", **way) == plain
+    drafts = [{"method": kind, "num_draft_tokens": 3}, f"{kind},lookup"]
+    drafts.append({"method": kind, "drafting": BEST})
+    same_text(here, drafts, token_ids=PROMPT, max_new_tokens=TOKENS)
     for graph in (here.parts.target, here.parts.drafter):
         assert operators_on(graph.sessions.any.session) == set()
 

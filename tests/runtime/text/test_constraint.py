@@ -15,6 +15,7 @@ from jetdraft.runtime.proposers.proposer import ForcedProposer
 from jetdraft.runtime.sampling.processors import NEVER
 from jetdraft.runtime.text.constraint import Constraint, Matcher
 from jetdraft.runtime.text.worker_process import Pipe, Vocabulary
+from tests import cases, same_text
 from tests.programs import python
 from tests.runtime.sampling.test_chooser import answer as answer_of
 from tests.runtime.text.test_tools import record
@@ -57,13 +58,10 @@ def holds(way, text):
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: next(iter(way)))
 def test_the_same_text_with_every_method(model, way, temperature):
     options = {"temperature": temperature, "max_new_tokens": 120, **way, "seed": 1}
-    plain = model.generate("robot:", method="none", **options)
-    assert plain.finish_reason == "stop"
-    assert holds(way, plain.text), plain.text
-    for method in METHODS:
-        found = model.generate("robot:", **method, **options)
-        assert found.token_ids == plain.token_ids, method
-        assert found.text == plain.text
+    options |= {"prompt": "robot:", "ignore_eos": False}
+    for found in same_text(model, METHODS, [options]):
+        assert found.finish_reason == "stop"
+        assert holds(way, found.text), found.text
 
 
 def schemas(count):
@@ -188,39 +186,39 @@ def test_what_is_withdrawn_is_forgotten(vocabulary):
     assert propose([7, 7, *ids("abcdef")], 9).tokens == ids("f")
 
 
-@pytest.mark.parametrize(
-    ("wrong", "words"),
-    [({"json_schema": "{"}, "not JSON .*line 1"),
-     ({"json_schema": "[1]"}, "is not an object"),
-     ({"json_schema": {"type": "strin"}}, "its root: Invalid type"),
-     ({"json_schema": {"properties": {"a": {"items": {"type": "strin"}}}}},
-      "at /properties/a/items: Invalid type: strin"),
-     ({"json_schema": {"anyOf": [{"type": "null"}, BROKEN]}},
-      "at /anyOf/1: unclosed group"),
-     ({"json_schema": {"uniqueItems": True}}, "uniqueItems.*; leave these keys out"),
-     ({"regex": "ab(c"}, "at character 3: unclosed group"),
-     ({"regex": "x{2,1}"}, "character 2: invalid repetition"),
-     ({"regex": "abcdef\\1"}, "character 7: backreferences"),
-     ({"grammar": "start: foo"}, r'at 1\(8\): unknown name: "foo"'),
-     ({"grammar": "start: /a/ )"}, r"at 1\(12\): expecting"),
-     ({"json_schema": {"x-guidance": 5}}, "is not an object"),
-     ({"json_schema": {"properties": 5}}, "refused at its root"),
-     ({"json_schema": '{"a":' * 9999}, "not JSON"),
-     ({"regex": "\udc80"}, "not a text"),
-     ({"regex": "a", "grammar": "b"}, "regex and grammar exclude"),
-     ({"regex": 3}, "not a text; give a text$"),
-     ({"json_schema": dict}, "give .* class of pydantic"),
-     ({"ignore_eos": True, "regex": "a"}, "ends by itself"),
-     ({"json_schema": CIRCULAR}, "not JSON .*[Cc]ircular"),
-     ({"json_schema": {"const": {1, 2}}}, "not JSON .*set is not JSON serial"),
-     ({"json_schema": {"const": float("nan")}}, "not JSON"),
-     ({"json_schema": {"maximum": 2**64}}, "does not fit in 64 bits"),
-     ({"json_schema": {"maximum": 10**5000}}, "not JSON"),
-     ({"json_schema": {"properties": {"\ud800": {"type": "x"}}}}, "lone surrogate"),
-     ({"json_schema": {"\ud800": "\ud800"}}, "lone surrogate"),
-     ({"json_schema": '{"a": "\ud800"}'}, "not a text"),
-     ({"json_schema": "[" * 100_000}, "nested deeper"),
-     ({"json_schema": {"properties": {"\n" * 3: {"type": "strin"}}}}, "Invalid type")],
+@cases(
+    "wrong, words",
+    ({"json_schema": "{"}, "not JSON .*line 1"),
+    ({"json_schema": "[1]"}, "is not an object"),
+    ({"json_schema": {"type": "strin"}}, "its root: Invalid type"),
+    ({"json_schema": {"properties": {"a": {"items": {"type": "strin"}}}}},
+     "at /properties/a/items: Invalid type: strin"),
+    ({"json_schema": {"anyOf": [{"type": "null"}, BROKEN]}},
+     "at /anyOf/1: unclosed group"),
+    ({"json_schema": {"uniqueItems": True}}, "uniqueItems.*; leave these keys out"),
+    ({"regex": "ab(c"}, "at character 3: unclosed group"),
+    ({"regex": "x{2,1}"}, "character 2: invalid repetition"),
+    ({"regex": "abcdef\\1"}, "character 7: backreferences"),
+    ({"grammar": "start: foo"}, r'at 1\(8\): unknown name: "foo"'),
+    ({"grammar": "start: /a/ )"}, r"at 1\(12\): expecting"),
+    ({"json_schema": {"x-guidance": 5}}, "is not an object"),
+    ({"json_schema": {"properties": 5}}, "refused at its root"),
+    ({"json_schema": '{"a":' * 9999}, "not JSON"),
+    ({"regex": "\udc80"}, "not a text"),
+    ({"regex": "a", "grammar": "b"}, "regex and grammar exclude"),
+    ({"regex": 3}, "not a text; give a text$"),
+    ({"json_schema": dict}, "give .* class of pydantic"),
+    ({"ignore_eos": True, "regex": "a"}, "ends by itself"),
+    ({"json_schema": CIRCULAR}, "not JSON .*[Cc]ircular"),
+    ({"json_schema": {"const": {1, 2}}}, "not JSON .*set is not JSON serial"),
+    ({"json_schema": {"const": float("nan")}}, "not JSON"),
+    ({"json_schema": {"maximum": 2**64}}, "does not fit in 64 bits"),
+    ({"json_schema": {"maximum": 10**5000}}, "not JSON"),
+    ({"json_schema": {"properties": {"\ud800": {"type": "x"}}}}, "lone surrogate"),
+    ({"json_schema": {"\ud800": "\ud800"}}, "lone surrogate"),
+    ({"json_schema": '{"a": "\ud800"}'}, "not a text"),
+    ({"json_schema": "[" * 100_000}, "nested deeper"),
+    ({"json_schema": {"properties": {"\n" * 3: {"type": "strin"}}}}, "Invalid type"),
 )  # fmt: skip
 def test_wrong_constraints_are_refused_at_once(model, wrong, words):
     with pytest.raises(OptionError, match=words) as found:
@@ -237,15 +235,13 @@ NUMBERS = {near + more for near in NEAR for more in (-2, -1, 0, 1, 2, 3)}
 
 
 @pytest.mark.parametrize("sign", [1, -1])
-@pytest.mark.parametrize(
-    ("keyword", "right", "wrong"),
-    [
-        ("const", [0], [-1, 1]),
-        ("minimum", [0, 1], [-1]),
-        ("maximum", [-1, 0], [1]),
-        ("exclusiveMinimum", [1], [0, -1]),
-        ("exclusiveMaximum", [-1], [0, 1]),
-    ],
+@cases(
+    "keyword, right, wrong",
+    ("const", [0], [-1, 1]),
+    ("minimum", [0, 1], [-1]),
+    ("maximum", [-1, 0], [1]),
+    ("exclusiveMinimum", [1], [0, -1]),
+    ("exclusiveMaximum", [-1], [0, 1]),
 )
 def test_a_number_is_exact_or_refused(vocabulary, keyword, sign, right, wrong):
     refused = []

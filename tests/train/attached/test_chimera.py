@@ -1,3 +1,4 @@
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,7 +10,7 @@ from jetdraft.methods.chimera.task import ChimeraTask, SeenRows
 from jetdraft.methods.glide.task import GlideTask
 from jetdraft.runtime.passes.halves import PlacedRows
 from jetdraft.train.heads import DRAFT_ROWS
-from tests.train.attached.conftest import in_floats
+from tests.train.attached.conftest import check_drafts, in_floats
 from tests.train.periodic import QUICK, made
 
 METHOD, LAYERS = "chimera", 2
@@ -47,16 +48,8 @@ def test_the_graph_drafts_what_the_training_computed(floats):
     kept = parts.bundle.draft_vocabulary()
     states = parts.target.run(TEXT).features.copy()
     np.testing.assert_allclose(states, features[0], atol=1e-4)
-    first = 0
-    for seen in (READ, AGAIN):
-        follower.observe(first, TEXT[first:seen], states[first:seen])
-        with torch.no_grad():
-            wanted = expected(module, features, kept, seen)
-        made = [follower.follow(TEXT[: seen + 1]).candidate_logits[-1].copy()]
-        for token in TEXT[seen + 1 :]:
-            made.append(follower.step(token).candidate_logits[-1].copy())
-        np.testing.assert_allclose(made, wanted, atol=2e-4)
-        first = seen
+    wanted = partial(expected, module, features, kept)
+    check_drafts(follower, TEXT, states, (READ, AGAIN), wanted)
 
 
 def test_a_path_of_a_tree_is_a_chain(floats):

@@ -12,7 +12,7 @@ from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.heads.head_reader import load_head
 from jetdraft.errors import OptionError, PairError, UnsupportedModelError
 from jetdraft.methods.glide.task import GlideTask
-from tests.tiny import HYBRIDS, exported, save_checkpoint
+from tests.tiny import HYBRIDS, refused, save_checkpoint
 from tests.train.attached.conftest import sized
 from tests.train.periodic import QUICK, made
 
@@ -85,9 +85,8 @@ def test_a_pair_whose_buffers_do_not_fit_is_refused(bundle):
 
 
 def test_integer_buffers_are_refused_before_anything_is_written(target, head, tmp_path):
-    with pytest.raises(OptionError, match="reads the target's buffers in floats"):
-        exported(target, tmp_path / "b", "int4-rtn-kv8", head=head)
-    assert not (tmp_path / "b").exists()
+    said = "reads the target's buffers in floats"
+    refused(OptionError, said, target, "int4-rtn-kv8", head=head)
 
 
 def test_it_does_not_learn_from_use(bundle, tmp_path):
