@@ -112,9 +112,9 @@ class LearnedWeights:
         with self._lock:
             try:
                 if self._weights is None:
-                    weights = self._sets.arrays(self._name)
-                    self._opener.forget_sessions()
-                    self._weights = weights
+                    self._weights = self._sets.arrays(self._name)
+                    own = self._opener  # its sessions have other weights
+                    self._opener = Opener(own.bundle, own.provider, own.threads)
                 return self._opener.graph(self._entry, self._weights)
             except JetdraftError as error:
                 warnings.warn(f"no weights were swapped: {error}", stacklevel=2)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
+from threading import Lock
 from typing import Any, Unpack, cast
 
 from jetdraft.bundle import Bundle
@@ -91,6 +92,7 @@ class Model:
             start_using_huge_pages()
         self._template: ChatTemplate | None = None
         self._adapted: dict[str, Model] = {}
+        self._adapted_lock = Lock()
         self.method = method or AUTO
         if method is not None:
             self.planner.proposer_set(Drafting(method))  # refuses an unknown method
@@ -494,21 +496,23 @@ class Model:
 
             model.adapted("sql").generate("SELECT")
         """
-        changed = self._adapted.pop(adapter, None)
-        if changed is None or changed._parts is None:
-            options: LoadOptions = {**self.parts.options, "adapter": adapter}
-            changed = Model(self.bundle, options, self.method, like=self)
-        kept = [*self._adapted.items()][1 - MOST_ADAPTED :]
-        self._adapted = {**dict(kept), adapter: changed}
-        return changed
+        with self._adapted_lock:
+            changed = self._adapted.pop(adapter, None)
+            if changed is None or changed._parts is None:
+                options: LoadOptions = {**self.parts.options, "adapter": adapter}
+                changed = Model(self.bundle, options, self.method, like=self)
+            kept = [*self._adapted.items()][1 - MOST_ADAPTED :]
+            self._adapted = {**dict(kept), adapter: changed}
+            return changed
 
     def close(self) -> None:
         """Free all memory; later calls, except for `close`, raise `JetdraftError`."""
-        for changed in self._adapted.values():
-            changed.close()
-        if (parts := self._parts) is not None:  # another thread may close it too
-            parts.claim.close()
-        self._parts = self._planner = None
+        with self._adapted_lock:
+            for changed in self._adapted.values():
+                changed.close()
+            if (parts := self._parts) is not None:
+                parts.claim.close()
+            self._parts = self._planner = None
 
     def __enter__(self) -> Model:
         return self

@@ -235,7 +235,8 @@ class Service:
         seconds = wanted.options.get("max_seconds", limits.max_seconds)
         wanted.options["max_seconds"] = min(seconds, limits.max_seconds)
         codec = self._model.parts.text
-        reply = Reply(wanted, name, codec, self._fingerprint, asked)
+        given = wanted, name, codec, self._fingerprint, asked, dialect.begun_calls
+        reply = Reply(*given)
         job = self._start_job(request, wanted)
         if wanted.streamed:
             first = await job.wait(request.receive, job.next())

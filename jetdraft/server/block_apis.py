@@ -308,14 +308,15 @@ def _part(block: Block) -> Json:
     return {"type": "output_text", "text": block.text, **own}
 
 
-def _item(block: Block, is_done: bool) -> Json:
+def _broken(reply: Reply, blocks: list[Block]) -> list[Block]:
+    """The calls that are text in an answer that is not streamed."""
+    return [block for block in blocks if block.kind == "call"][reply.whole_calls :]
+
+
+def _item(block: Block, is_done: bool, is_broken: bool) -> Json:
     """The item of a block; empty unless it `is_done`."""
-    status = "completed" if is_done else "in_progress"
-    if is_done and block.kind == "call":
-        try:
-            json.loads(block.text or "{}")
-        except ValueError:  # The text was cut in the call.
-            status = "incomplete"
+    ended = "incomplete" if is_broken else "completed"
+    status = ended if is_done else "in_progress"
     item: dict[str, Any] = {"id": _id(block), "status": status}
     if block.kind == "call":
         item |= {"type": "function_call", "call_id": block.id, "name": block.name}
@@ -331,6 +332,7 @@ def _response(reply: Reply, blocks: list[Block], is_done: bool) -> Json:
     status, usage = "incomplete" if cut else "completed", reply.usage
     cached = usage["prompt_tokens_details"]["cached_tokens"]
     thought = usage["completion_tokens_details"]["reasoning_tokens"]
+    broken = _broken(reply, blocks)
     return {
         **{name: reply.asked.get(name, value) for name, value in _REPEATED.items()},
         **{"id": f"resp_{reply.id}", "object": "response", "model": reply.name},
@@ -338,7 +340,7 @@ def _response(reply: Reply, blocks: list[Block], is_done: bool) -> Json:
         **{"previous_response_id": None, "store": False, "truncation": "disabled"},
         "temperature": reply.request.options["temperature"],
         "status": status if is_done else "in_progress",
-        "output": [_item(block, True) for block in blocks],
+        "output": [_item(block, True, block in broken) for block in blocks],
         "usage": {
             "input_tokens": usage["prompt_tokens"],
             "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
@@ -352,7 +354,7 @@ def _response(reply: Reply, blocks: list[Block], is_done: bool) -> Json:
 
 
 async def _response_events(chunks: Chunks, reply: Reply) -> Chunks:
-    numbers, blocks = count(), list[Block]()
+    numbers, blocks, stopped = count(), list[Block](), list[int]()
 
     def numbered(kind: str, **fields: Any) -> Json:
         return {"type": kind, "sequence_number": next(numbers), **fields}
@@ -363,13 +365,23 @@ async def _response_events(chunks: Chunks, reply: Reply) -> Chunks:
         if step == "error":
             yield numbered("error", **text["error"] | {"type": "error"})
             return
-        for kind, fields in _block_events(step, blocks[index], index, text):
-            yield numbered(f"response.{kind}", **fields)
+        if step == "stop":
+            stopped.append(index)
+            if blocks[index].kind == "call" and not reply.reason:
+                continue  # It may be part of a list that breaks off.
+        places, stopped = (stopped, []) if step == "stop" else ([index], stopped)
+        for place in places:
+            block, broken = blocks[place], _broken(reply, blocks)
+            given = step, block, place, text, block in broken
+            for kind, fields in _block_events(*given):
+                yield numbered(f"response.{kind}", **fields)
     response = _response(reply, blocks, True)
     yield numbered(f"response.{response['status']}", response=response)
 
 
-def _block_events(step: str, block: Block, index: int, text: str) -> Events:
+def _block_events(
+    step: str, block: Block, index: int, text: str, is_broken: bool
+) -> Events:
     """The events, without "response." and a number, of a step of `_steps`."""
     event, is_call = _KINDS[block.kind][1], block.kind == "call"
     place = {"item_id": _id(block), "output_index": index}
@@ -379,7 +391,7 @@ def _block_events(step: str, block: Block, index: int, text: str) -> Events:
     if step == "delta":
         yield f"{event}.delta", {**place, "delta": text, **logprobs}
         return
-    item = {"output_index": index, "item": _item(block, step == "stop")}
+    item = {"output_index": index, "item": _item(block, step == "stop", is_broken)}
     if step == "start":
         yield "output_item.added", item
     elif is_call:

@@ -123,7 +123,6 @@ def _figures(reply: Reply) -> Json:
 
 async def _events(chunks: Chunks, reply: Reply) -> Chunks:
     blocks: list[Block] = []
-    reply.sends_begun_calls = False
     async for chunk in chunks:
         if "error" in chunk:
             yield _error(chunk, 0)
@@ -145,7 +144,7 @@ def _line(event: Json) -> str:
 
 
 CHAT, GENERATE = (
-    block_dialect(read, _part, _events, _line, _error, "application/x-ndjson")
+    block_dialect(read, _part, _events, _line, _error, False, "application/x-ndjson")
     for read in (_read_chat, _read_generate)
 )
 

@@ -32,8 +32,9 @@ class Reply:
     """Formats the pieces or the results of a request as OpenAI's JSON objects.
 
     `asked` is the body of the request in the words of its own API. `results` are the
-    texts that have ended, `reason` is OpenAI's finish reason of the last, and `status`
-    the HTTP status of an error in a stream.
+    texts that have ended, `reason` is OpenAI's finish reason of the last, `whole_calls`
+    how many calls it has that are not broken, and `status` the HTTP status of an error
+    in a stream. With `begun_calls` a stream has calls while they are written.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class Reply:
         codec: TextCodec,
         fingerprint: str,
         asked: Json | None = None,
+        begun_calls: bool = True,
     ) -> None:
         self.request, self.codec = request, codec
         self.name, self.asked = name, asked or {}
@@ -50,7 +52,7 @@ class Reply:
         self.results, self.reason, self.status = list[Result](), "", 200
         self.chat = not request.prompts
         self._tools = request.tools if self.chat else None
-        self.sends_begun_calls = True
+        self.whole_calls, self._begun_calls = 0, begun_calls
         kind = "chatcmpl" if self.chat else "cmpl"
         self._head = {
             **{"id": f"{kind}-{self.id}", "created": self.created},
@@ -116,6 +118,7 @@ class Reply:
     def _choice(self, result: Result) -> Json:
         self._begin()
         calls, said = self._read_calls(result.text)
+        self.whole_calls = len(calls)
         self._end(result, calls)
         choice: Json = {"index": self._index, "finish_reason": self.reason}
         if self.chat:
@@ -178,8 +181,8 @@ class Reply:
         chunks, calls, said = self._call_chunks()
         self._text, whole = said.rstrip() if calls else said, self._text
         chunks += self._text_chunks(len(self._text))
-        is_broken = len(self._read_calls(whole)[0]) < len(calls)
-        self._end(result, [] if is_broken else calls)
+        self.whole_calls = len(self._read_calls(whole)[0])
+        self._end(result, [] if self.whole_calls < len(calls) else calls)
         chunks.append(self._chunk({}, finish_reason=self.reason))
         if self.request.usage and len(self.results) == self.request.count:
             chunks.append({**chunks[-1], "choices": [], "usage": self.usage})
@@ -187,7 +190,7 @@ class Reply:
 
     def _call_chunks(self) -> tuple[list[Json], list[Json], str]:
         """Return chunks of what is new in calls, all calls, and the other text."""
-        calls, said = self._read_calls(self._text, self.sends_begun_calls)
+        calls, said = self._read_calls(self._text, self._begun_calls)
         chunks = []
         for index, call in enumerate(calls):
             arguments, parts = call["function"]["arguments"], []
@@ -290,6 +293,7 @@ class Dialect:
     events      the events of OpenAI's chunks, of which the last may be an error
     line        how an event is written in a body of `media_type`; `last` ends the body
     error       the error of OpenAI's error and the HTTP status
+    begun_calls whether events have calls while they are written
     """
 
     read: Read
@@ -297,6 +301,7 @@ class Dialect:
     events: Callable[[Chunks, Reply], Chunks] = lambda chunks, reply: chunks
     line: Callable[[Json], str] = lambda event: f"data: {json.dumps(event)}\n\n"
     error: Callable[[Json, int], Json] = lambda error, status: error
+    begun_calls: bool = True
     media_type: str = "text/event-stream; charset=utf-8"
     last: str = ""
 

@@ -399,14 +399,19 @@ def test_more_tokens_than_the_bound_are_capped(client):
     assert found.usage.completion_tokens == 400
 
 
-def replied(form, text, size, reason="stop"):
-    """The deltas of each piece of a text, the last choice, and the whole choice."""
+def reply_to(form, text, size, reason):
+    """A reply, and the pieces and the result of a text."""
     request = GenerationRequest.of({"messages": HELLO, "tools": [WEATHER]}, True, 9)
     request = replace(request, tools=replace(request.tools, format=form))
     reply = Reply(request, "toy", TextCodec(None), "fp")
     parts = [text[at : at + size] for at in range(0, len(text), size)]
     pieces = [Piece(part, [1], 0, texts=[part]) for part in parts]
-    result = Result(text, [], 1, reason, Stats("none", True, 1), [])
+    return reply, pieces, Result(text, [], 1, reason, Stats("none", True, 1), [])
+
+
+def replied(form, text, size, reason="stop"):
+    """The deltas of each piece of a text, the last choice, and the whole choice."""
+    reply, pieces, result = reply_to(form, text, size, reason)
     chunks = [reply.piece_chunks(each) for each in pieces] + [reply.last_chunks(result)]
     choices = [[chunk["choices"][0] for chunk in each] for each in chunks]
     deltas = [[choice["delta"] for choice in each] for each in choices]
@@ -468,12 +473,16 @@ def test_a_call_that_breaks_off_is_not_lost(name):
         assert last["finish_reason"] == whole["finish_reason"] == "length"
 
 
+LONG = "9" * 4301  # More digits than Python reads.
+
+
 @pytest.mark.parametrize("size", [1, 5, 999])
 @pytest.mark.parametrize(
     ("end", "rest"),
     [("<tool_call>\n{", "<tool_call>\n{"), (" \n", ""),
      ('<tool_call>{"name": "get.weather", "arguments": {"city', ""),
      ('<tool_call>{"name": "get.weather", "arguments": {"days": 1e999}}!', "!"),
+     (f'<tool_call>{{"name": "get.weather", "arguments": {{"a": {LONG}}}}}!', "!"),
      ('<tool_call>{"name": "get_weather", "arguments": {}}', ...)],
 )  # fmt: skip
 def test_what_follows_a_call_comes_as_text(size, end, rest):

@@ -1,3 +1,4 @@
+import asyncio
 import json
 import re
 from contextlib import contextmanager
@@ -13,13 +14,15 @@ from pydantic import TypeAdapter
 
 from jetdraft import Pool, Tools
 from jetdraft.cli import main
+from jetdraft.runtime.text.tools import CallFormat
 from jetdraft.server import Limits, RequestError
 from jetdraft.server.app import DIALECTS, Service
 from jetdraft.server.whole_requests import read_form
 from tests import whispers
 from tests.programs import assert_refused
+from tests.runtime.text.test_tools import OBJECT
 from tests.server.serving import connect, served
-from tests.server.test_api import HELLO, PROMPT, READ_SENSOR
+from tests.server.test_api import HELLO, PROMPT, READ_SENSOR, reply_to
 
 ASK = [{"role": "user", "content": "What is the temperature?"}]
 SENSOR = READ_SENSOR["function"]
@@ -183,6 +186,52 @@ def test_a_call_that_is_cut_says_so(address, model, path):
         said = "".join(event["message"]["content"] for event in events)
         assert said == match[0], "Ollama has whole calls only"
         assert events[-1]["done_reason"] == "length"
+
+
+OPEN = OBJECT[: OBJECT.index("{", 1)]
+CALLED, CUT = f"<tool_call>{OBJECT}</tool_call>", f'<tool_call>{OPEN}{{"x": 1'
+LISTED = "<TOOLCALL>[{...}]</TOOLCALL>"
+
+
+@pytest.mark.parametrize("size", [1, 7, 9999])
+@pytest.mark.parametrize(
+    ("text", "reason", "statuses"),
+    [
+        (f"Hi {CALLED}", "stop", ["completed"]),
+        (f"{CUT}}}", "stop", ["incomplete"]),
+        (f"{CUT}e999}}}}</tool_call> Bye", "stop", ["incomplete"]),
+        (f"{CUT[:-1]}{'[' * 3000}", "length", ["incomplete"]),
+        (f"{CALLED}\n{CALLED}", "stop", ["completed"] * 2),
+        (f"{CALLED}\n{CUT}", "length", ["completed", "incomplete"]),
+        (f"<TOOLCALL>[{OBJECT}, {OBJECT}]", "stop", ["completed"] * 2),
+        (f"<TOOLCALL>[{OBJECT}, {OBJECT}", "stop", ["incomplete"] * 2),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_responses_tell_a_broken_call_from_a_call_to_run(size, text, reason, statuses):
+    form = CallFormat.of("<tool_call>" if "<tool_call>" in text else LISTED)
+    reply, pieces, result = reply_to(form, text, size, reason)
+
+    async def chunks():
+        for piece in pieces:
+            for chunk in reply.piece_chunks(piece):
+                yield chunk
+        for chunk in reply.last_chunks(result):
+            yield chunk
+
+    async def events():
+        return [e async for e in DIALECTS[RESPONSES].events(chunks(), reply)]
+
+    found = asyncio.run(events())
+    Response.model_validate(found[-1]["response"], strict=True)
+    output = found[-1]["response"]["output"]
+    calls = [item for item in output if item["type"] == "function_call"]
+    assert [item["status"] for item in calls] == statuses
+    done = [e for e in found if e["type"] == "response.output_item.done"]
+    assert [e["item"] for e in sorted(done, key=lambda e: e["output_index"])] == output
+    whole = DIALECTS[RESPONSES].whole(reply.complete([result]), reply)["output"]
+    ran = [item["arguments"] for item in whole if item["type"] == "function_call"]
+    assert ran == [c["arguments"] for c in calls if c["status"] == "completed"]
 
 
 def test_items_of_one_turn_are_one_message_and_none_is_lost():

@@ -144,10 +144,6 @@ class Opener:
                 self._opened[file] = session
             return session
 
-    def forget_sessions(self) -> None:
-        """Forget the sessions, so that files are read again; graphs keep theirs."""
-        self._opened.clear()
-
     def commit_session(self, file: str | None) -> ort.InferenceSession | None:
         """The session of a commit, with one thread; None without a graph."""
         if file is None:

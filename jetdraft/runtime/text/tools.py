@@ -245,8 +245,8 @@ class Tools:
         """The calls in a text, and the text without them.
 
         A call that is broken, or of an unknown function, and all after it is text. But
-        with `begun` a call is not text from the `{` of its arguments on: its `text` is
-        what came of them, and its `arguments` are None until they end.
+        with `begun`, a call counts as soon as its arguments begin: its `text` is what
+        came of them, and its `arguments` are None until they end.
 
             calls, said = tools.read(text_so_far, begun=True)
         """
@@ -279,7 +279,8 @@ class Tools:
         while (form.listed or not calls) and (head := self._head.match(text, at)):
             arguments, at = None, len(text)
             with suppress(*_BROKEN):
-                arguments, at = _decode(text, head.end())
+                arguments, at = _decode_long(text, head.end())
+                arguments, _ = _decode(text, head.end())
             written = text[head.end() : at]
             calls.append(ToolCall(head[1], arguments, text=written))
             if form.name is None:  # the object that holds them
@@ -350,6 +351,8 @@ _BROKEN = (
     *(MemoryError, AttributeError),
 )
 _decode = json.JSONDecoder().raw_decode
+# It finds the end of numbers with more digits than Python reads.
+_decode_long = json.JSONDecoder(parse_int=str).raw_decode
 
 
 def _skip(text: str, at: int, mark: str = "") -> int:

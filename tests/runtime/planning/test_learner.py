@@ -1,3 +1,4 @@
+import gc
 import shutil
 import sqlite3
 import subprocess
@@ -201,6 +202,17 @@ def test_poisoned_lessons_change_no_text(toy, tmp_path, plain):
         (tmp_path / lessons.LESSONS_FILE).write_bytes(b"\x00\xff" * 5000)
         with pytest.warns(UserWarning, match="could not be kept"):
             rounds(model, 20, plain)
+
+
+def test_later_twins_take_the_same_weights(toy, tmp_path, plain):
+    name = put_on_trial(tmp_path, toy, random_arrays(toy))
+    choose(tmp_path, Choice(name, None, lessons.drafter_sha256(Bundle.open(toy))))
+    with load(toy, tmp_path) as model:
+        for _ in range(2):  # the first takes its session with it
+            with model.twin() as twin:
+                assert rounds(twin, 50, plain) < 0.4
+            del twin
+            gc.collect()
 
 
 def test_twins_take_the_same_weights(toy, tmp_path, plain):
