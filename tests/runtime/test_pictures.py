@@ -6,6 +6,7 @@ import io
 import json
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -30,6 +31,7 @@ from jetdraft.errors import ContractError, OptionError, UnsupportedModelError
 from jetdraft.runtime.passes.pictures import PictureRows, cut, read_picture
 from jetdraft.server import Limits
 from jetdraft.server.app import Service
+from tests.checkpoints.heads import layouts
 from tests.programs import printed
 from tests.server.serving import served
 from tests.server.test_dialects import post
@@ -232,11 +234,12 @@ FAMILIES = {
 }
 
 
-def save(folder, family):
+def save(folder, family, **sizes):
     save_tokenizer(folder, added=ADDED)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     config, processor = FAMILIES[family](tokenizer.convert_tokens_to_ids(MARKS[0]))
     torch.manual_seed(0)
+    config.text_config.update(sizes)
     model = transformers.AutoModelForImageTextToText.from_config(config)
     for weight in model.parameters():
         if weight.dim() > 1:
@@ -407,6 +410,48 @@ def test_texts_about_pictures_are_those_of_transformers(both, method):
     model.forget()
     plain = model.chat(messages, **sampled, method="none")
     assert again.token_ids == plain.token_ids
+
+
+HEADS = {
+    "eagle": layouts.eagle1,
+    "eagle3": partial(
+        layouts.eagle3, eagle_config={"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}
+    ),
+    "medusa": layouts.medusa,
+    "hydra": layouts.hydra,
+    "dflash": partial(layouts.dflash, outputs=(0, 1, 2), num_target_layers=4),
+    "diffusion": layouts.diffusion,
+    **{
+        kind: partial(layouts.one_layer, kind)
+        for kind in ("glide", "chimera", "falcon")
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def speaking(once):
+    def make(folder):
+        folder.mkdir()
+        save(folder, "smolvlm", num_hidden_layers=4)
+
+    return once("sees-and-drafts", make)
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_heads_draft_about_pictures_and_change_no_token(speaking, kind, tmp_path):
+    head = layouts.write(tmp_path / "head", *HEADS[kind]())
+    bundle = exported(speaking, tmp_path / "bundle", head=head, capacity=256)
+    with jetdraft.load(bundle.path, threads=1) as model:
+        parts = image_of(picture(2)), text_of("the"), image_of(picture(3, 64, 20))
+        (name,) = {*model.methods} - {"none", "lookup", "trigram", "cascade", "draft"}
+        for how in ({}, {"temperature": 0.8, "seed": 4}):
+            model.forget()
+            plain = model.chat(asked(*parts), method="none", max_new_tokens=24, **how)
+            model.forget()
+            how |= {"method": name, "num_draft_tokens": 2}
+            text = model.chat(asked(*parts), max_new_tokens=24, **how)
+            assert text.token_ids == plain.token_ids
+            assert text.stats.drafted_tokens
 
 
 def test_rows_are_kept_for_the_same_picture_only(both):
