@@ -611,7 +611,9 @@ def test_the_beginning_before_a_marked_picture_is_saved(both, tmp_path):
 
 def test_the_kv_of_pictures_read_whole_are_floats(tmp_path):
     save(tmp_path / "eyes", "gemma3")
-    with pytest.raises(OptionError, match="see each other.*leave kv out of the recipe"):
+    with pytest.raises(
+        OptionError, match=r"see each other.*leave kv out of the recipe"
+    ):
         exported(tmp_path / "eyes", tmp_path / "bundle", "int8-kv8")
 
 
@@ -765,5 +767,5 @@ def test_pictures_that_turn_or_are_read_whole_have_one_block(sizes, right, wrong
     vision = replace(LONE, **right)
     contract = StepContract(9, 8, 6, "float32", ((1, 16),), picture_size=2, **sizes)
     vision.check(contract)
-    with pytest.raises(ValueError, match="places|whole"):
+    with pytest.raises(ValueError, match=r"places|whole"):
         replace(vision, **wrong).check(contract)
