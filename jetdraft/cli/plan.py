@@ -101,8 +101,9 @@ def _print_plan(prediction: Plan, question: Question) -> None:
         click.echo(f"  (--power-mode {', '.join(others)}: other rates)")
     word = "at least" if question.on_cpu else "about"
     for row in prediction.pictures:
-        *figures, ms = (f"{name} {number:.5g}" for name, number in row.items())
-        click.echo(f"image      {', '.join(figures)}, {word} {ms}")
+        *figures, (_, ms) = row.items()
+        shown = "".join(f"{name} {number:.5g}, " for name, number in figures)
+        click.echo(f"image      {shown}{word} {ms:.5g} ms")
 
 
 def _print_methods(prediction: Plan) -> None:
