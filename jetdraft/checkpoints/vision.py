@@ -407,7 +407,9 @@ def count_work(source: str, sizes: Sequence[Size]) -> Encoder | None:
             held = round(max(held for *_, held in each) / 1e6, 3)
             passes = len(tiles.pixels)
             work.append(EncoderWork(width, height, tiles.rows, passes, gflop, held))
-        weights = sum(weight.numel() for weight in model.parameters())
+        # SigLIP's head, which pools a picture, is in no graph.
+        named = model.named_parameters()
+        weights = sum(x.numel() for name, x in named if ".head." not in name)
         return Encoder(weights, rows.shape[-1], tuple(work))
 
 
