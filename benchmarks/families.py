@@ -197,12 +197,11 @@ def save_real(name: str, folder: Path) -> None:
     tokens = [*MARKS, "<fake_token_around_image>", "<global-img>"]
     tokens += [f"<row_{r}_col_{c}>" for r in range(1, 5) for c in range(1, 5)]
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    made = Tokenizer(models.BPE({t: i for i, t in enumerate([*tokens, *letters])}, []))
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
-    made.add_special_tokens(tokens)
-    kind = PreTrainedTokenizerFast
-    kind(tokenizer_object=made, eos_token=END).save_pretrained(folder)
+    bpe = Tokenizer(models.BPE({t: i for i, t in enumerate([*tokens, *letters])}, []))
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    bpe.add_special_tokens(tokens)
+    PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=END).save_pretrained(folder)
     processor, special = sizes.pop("processor"), {"eos_token_id": 0, "pad_token_id": 0}
     sizes["text_config"] |= special
     ids = {"image_token_id": 1, "video_token_id": 2, "vision_start_token_id": 3}
@@ -281,7 +280,9 @@ def documented(page: Path) -> dict[str, str]:
 def main(names: tuple[str, ...], page: Path | None, save: Path | None) -> None:
     """Try the families NAMES, or all; write the table into the page."""
     if save is not None:
-        return save_real(*names, folder=save)
+        if len(names) != 1 or names[0] not in TABLE["real"]:
+            raise click.UsageError(f"--save takes one name: {', '.join(TABLE['real'])}")
+        return save_real(names[0], folder=save)
     outcomes = []
     for name in names or NAMES:
         with tempfile.TemporaryDirectory() as folder:

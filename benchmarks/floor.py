@@ -12,6 +12,7 @@ import json
 import statistics
 import tempfile
 import time
+import timeit
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -28,13 +29,9 @@ from jetdraft.bundle import Bundle
 from jetdraft.ort import ort
 from jetdraft.runtime.passes import session as sessions
 
-WIDTHS = (1, 2, 4, 8)
-TURNS = 12
-LOADS = 3
-SETTLING = 8.0
-"""Seconds in which an idle model moves its weights into huge pages."""
-FILLED = 256
-"""The committed rows that the passes attend to."""
+WIDTHS, TURNS, LOADS = (1, 2, 4, 8), 12, 3
+SETTLING = 8.0  # Seconds in which an idle model moves its weights into huge pages.
+FILLED = 256  # The committed rows that the passes attend to.
 
 
 @contextmanager
@@ -59,11 +56,7 @@ def bandwidth(threads: int, mb: int = 1024) -> float:
     """The GB/s at which threads read memory; the best of five turns."""
     parts = np.array_split(np.ones(mb << 17), threads)
     with ThreadPoolExecutor(threads) as pool:
-        seconds = []
-        for _ in range(5):
-            start = time.perf_counter()
-            list(pool.map(np.max, parts))
-            seconds.append(time.perf_counter() - start)
+        seconds = timeit.repeat(lambda: [*pool.map(np.max, parts)], number=1, repeat=5)
     return float(sum(part.nbytes for part in parts)) / min(seconds) / 1e9
 
 
@@ -92,11 +85,8 @@ def account(bundle: Path, width: int, threads: int) -> dict[str, Any]:
         graph.run([1] * 64)
         graph.cache.rewind(0)
         graph.cache.advance(FILLED)
-        seconds = []
-        for _ in range(TURNS):
-            start = time.perf_counter()
-            graph.run([1] * width, width=width)
-            seconds.append(time.perf_counter() - start)
+        turn = timeit.Timer(lambda: graph.run([1] * width, width=width))
+        seconds = turn.repeat(TURNS, number=1)
         file = graph.sessions.chain.session.end_profiling()
         events = json.loads(Path(file).read_text())
     kernels = [e for e in events if e["name"].endswith("kernel_time")]
@@ -104,10 +94,8 @@ def account(bundle: Path, width: int, threads: int) -> dict[str, Any]:
     by_operator: Counter[str] = Counter()
     for event in kernels[per_pass:]:  # without the pass that warms up
         by_operator[event["args"]["op_name"]] += event["dur"]
-    return {
-        "pass_ms": 1e3 * statistics.median(seconds),
-        "operators_ms": {k: v / TURNS / 1e3 for k, v in by_operator.most_common(8)},
-    }
+    operators = {k: v / TURNS / 1e3 for k, v in by_operator.most_common(8)}
+    return {"pass_ms": 1e3 * statistics.median(seconds), "operators_ms": operators}
 
 
 def quietest(bundle: Path, width: int, threads: int, loads: int) -> dict[str, Any]:
@@ -121,16 +109,17 @@ def first_token(bundle: Path, edge: int, threads: int) -> dict[str, Any]:
     with jetdraft.load(bundle, threads=threads) as model:
         model.generate("a", max_new_tokens=2, method="none")
         time.sleep(SETTLING)
-        random = np.random.default_rng(0)
-        image = random.integers(0, 256, (edge, edge, 3), np.uint8)
+        random, rows = np.random.default_rng(0), model.parts.target.pictures
+        other, image = random.integers(0, 256, (2, edge, edge, 3), np.uint8)
+        model.encode_image(other)  # This opens the encoder's session.
+        opened = rows.seconds
         parts = {"type": "image", "image": image}, {"type": "text", "text": "What?"}
         asked, start = [{"role": "user", "content": [*parts]}], time.perf_counter()
         stats = model.chat(asked, max_new_tokens=1, method="none").stats
-        seconds, rows = time.perf_counter() - start, model.parts.target.pictures
-        return {
-            **{"edge": edge, "rows": stats.picture_tokens, "encoder_s": rows.seconds},
-            **{"prompt_tokens": stats.prompt_tokens, "first_token_s": seconds},
-        }
+        seconds, encoder = time.perf_counter() - start, rows.seconds - opened
+        names = "edge", "rows", "prompt_tokens", "encoder_s", "first_token_s"
+        counts = edge, stats.picture_tokens, stats.prompt_tokens
+        return dict(zip(names, (*counts, encoder, seconds), strict=True))
 
 
 @click.command()

@@ -206,6 +206,9 @@ class Vision:
     def check(self, contract: StepContract) -> None:
         """Raise `ValueError` for fields that contradict each other or `contract`."""
         turns, (fewest, most) = contract.turn_size, self.tiles
+        squares = self.most // self.side**2 if self.patch else 1
+        one_block = self.tiling == WHOLE and not (self.edge or self.text.get("break"))
+        one_block &= self.rows * squares <= contract.max_width
         facts = {
             "texts of a picture are missing": self.text.keys() == {*TEXTS},
             "rows of pictures have ids of words": self.first_row >= contract.vocab_size,
@@ -215,7 +218,11 @@ class Vision:
             "the bounds of a grid": fewest <= most <= MAX_TILES,
             "a tile is too large": self.side * self.span <= MAX_SIDE,
             "turns do not fit": len(self.frequencies) == len(self.axes) == turns,
-            "only squares have places": bool(self.patch) or not self.axes,
+            "only squares have places": not self.axes
+            or (bool(self.patch) and self.tiling == WHOLE and self.rows == 1),
+            "a picture has no square": bool(squares or self.edge),
+            "pictures cannot be read whole": not contract.whole_pictures
+            or (one_block and bool(self.text.get("end"))),
             "patches do not fill squares": not self.patch
             or self.side % self.patch == 0,
             "no longer edge": int(self.tiling == SPLIT) <= self.edge <= MAX_SIDE,

@@ -16,6 +16,7 @@ from torch._subclasses import FakeTensorMode
 from torch.nn.functional import scaled_dot_product_attention
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.flop_counter import FlopCounterMode
+from transformers.initialization import no_init_weights
 
 from jetdraft.bundle import GRID, SPLIT, TEXTS, WHOLE, Vision
 from jetdraft.checkpoints.attention import BOTH_WAYS
@@ -151,14 +152,18 @@ def attend_fully(
     attention_mask: Tensor | None,
     scaling: float,
     cu_seq_lens_q: Tensor | None = None,
-    **_: Any,
+    **others: Any,
 ) -> tuple[Tensor, None]:
     """Attend [1, heads, n, d] in both directions, in windows if each row has a number.
 
     The numbers int64 [n] come in place of the bounds that FlashAttention reads. Without
     them a graph has an operator that holds no scores: a picture of 1920 x 1080 pixels
-    has 4 GB of them.
+    has 4 GB of them. Raises `UnsupportedModelError` for what it would leave out.
     """
+    is_grouped = key.shape[1] != query.shape[1]
+    if attention_mask is not None or others.get("softcap") or is_grouped:
+        fact = f"{type(module).__name__} has a mask, a soft cap, or fewer heads of keys"
+        raise UnsupportedModelError(f"{fact}; see docs/images.md")
     if cu_seq_lens_q is not None and cu_seq_lens_q.dtype == torch.int64:
         scores = query @ key.transpose(-1, -2) * scaling
         is_other = cu_seq_lens_q[:, None] != cu_seq_lens_q
@@ -291,17 +296,19 @@ def picture_sizes(source: str, model: Any) -> tuple[int, int, int]:
     width = model.get_input_embeddings().weight.shape[1]
     turns = len(_frequencies(model)) if family.axes else 0
     with as_checkpoint_error(source):
+        processor = _read_processor(source)  # It may be refused.
         config = transformers.AutoConfig.from_pretrained(source, **NO_OWN_CODE)
         whole = getattr(config, "mm_tokens_per_image", 0)
         if getattr(config.get_text_config(), BOTH_WAYS, None) == "vision":
-            whole = _read_processor(source).max_soft_tokens
+            whole = processor.max_soft_tokens
     return width * (1 + len(deep)), turns, whole
 
 
 def _family_of(source: str) -> Family | None:
     fields = read_fields(source, "config.json") or {}
     has_processor = any(read_fields(source, name) is not None for name in PROCESSORS)
-    return FAMILIES.get(fields.get("model_type", "")) if has_processor else None
+    sees = has_processor and fields.get("vision_config")
+    return FAMILIES.get(fields.get("model_type", "")) if sees else None
 
 
 def _frequencies(model: Any) -> list[float]:
@@ -365,9 +372,10 @@ def count_work(source: str, sizes: Sequence[Size]) -> Encoder | None:
     quiet = silenced(logging.WARNING), no_progress_bars(), as_checkpoint_error(source)
     with quiet[0], quiet[1], quiet[2], torch.no_grad(), FakeTensorMode() as mode:
         config = transformers.AutoConfig.from_pretrained(source, **NO_OWN_CODE)
-        whole = transformers.AutoModelForImageTextToText.from_config(
-            config, dtype=torch.float32, attn_implementation="eager"
-        )
+        with no_init_weights():
+            whole = transformers.AutoModelForImageTextToText.from_config(
+                config, dtype=torch.float32, attn_implementation="eager"
+            )
         model = _without_text(whole)
         fields = _cutting(source, family, config)
         vision = Vision(file="", token="", first_row=0, **fields)
@@ -383,8 +391,10 @@ def count_work(source: str, sizes: Sequence[Size]) -> Encoder | None:
             inputs = map(torch.from_numpy, encoder_inputs(pixels, vision).values())
             with FlopCounterMode(display=False, custom_mapping=_OPERATIONS) as counter:
                 hook = register_module_forward_hook(note)
-                rows = family.encode(model, *map(mode.from_tensor, inputs))
-                hook.remove()
+                try:
+                    rows = family.encode(model, *map(mode.from_tensor, inputs))
+                finally:
+                    hook.remove()
             return rows, counter.get_total_flops(), max(held)
 
         rows = encode(np.zeros((vision.side, vision.side, 3), np.uint8))[0]
@@ -397,7 +407,9 @@ def count_work(source: str, sizes: Sequence[Size]) -> Encoder | None:
             held = round(max(held for *_, held in each) / 1e6, 3)
             passes = len(tiles.pixels)
             work.append(EncoderWork(width, height, tiles.rows, passes, gflop, held))
-        weights = sum(weight.numel() for weight in model.parameters())
+        # SigLIP's head, which pools a picture, is in no graph.
+        named = model.named_parameters()
+        weights = sum(x.numel() for name, x in named if ".head." not in name)
         return Encoder(weights, rows.shape[-1], tuple(work))
 
 

@@ -83,8 +83,8 @@ def _print_plan(prediction: Plan, question: Question) -> None:
     parts = " + ".join(f"{name} {mb:.0f}" for name, mb in prediction.memory_mb.items())
     click.echo(f"device     {prediction.device}, {prediction.power_mode}")
     fact = f"memory     {prediction.needed_mb:.0f} MB of {prediction.available_mb:.0f} "
-    fact += f"({parts})"
-    click.echo(fact)
+    without = "; without the encoder's buffers" * bool(prediction.pictures)
+    click.echo(f"{fact}({parts}{without})")
     if (sizes := prediction.sizes).experts:
         read = sizes.read_weights(WIDEST) + sizes.head
         click.echo(
@@ -99,9 +99,11 @@ def _print_plan(prediction: Plan, question: Question) -> None:
     modes = [mode.name for mode in question.profile.power_modes]
     if others := [name for name in modes if name != prediction.power_mode]:
         click.echo(f"  (--power-mode {', '.join(others)}: other rates)")
+    word = "at least" if question.on_cpu else "about"
     for row in prediction.pictures:
-        figures = (f"{name} {number:.5g}" for name, number in row.items())
-        click.echo("image      " + ", ".join(figures).replace("_", " "))
+        *figures, (_, ms) = row.items()
+        shown = "".join(f"{name} {number:.5g}, " for name, number in figures)
+        click.echo(f"image      {shown}{word} {ms:.5g} ms")
 
 
 def _print_methods(prediction: Plan) -> None:

@@ -79,7 +79,7 @@ class Plan:
 
     `memory_mb` is of the model's parts, `available_mb` what the device has. The first
     of `rows` is plain decoding, all that a CPU's plan has. `basis` says what it is for.
-    `pictures` have the work of the target's encoder, and the least time of it.
+    `pictures` have the work of the target's encoder, and its ms, on a CPU the least.
     """
 
     provider: str
@@ -275,7 +275,7 @@ class Board:
         known = share is not BOUND
         computing = work.gflop / mode.fp16_tflops / share.compute if known else 0.0
         ms = work.passes * (share.pass_ms + reading) + computing
-        return {**vars(work), "at_least_ms": round(ms, 1)}
+        return {**vars(work), "ms": round(ms, 1)}
 
     def _draft_ms(self, cost_kind: str, levels: list[tuple[int, float]]) -> float:
         """Predict the ms of a draft; `levels` are from `expected_levels`."""

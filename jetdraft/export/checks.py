@@ -149,7 +149,10 @@ def _check_adapters(name: str, checkpoint: Checkpoint, options: ExportOptions) -
 def check_states(
     name: str, contract: StepContract, checkpoint: Checkpoint, options: ExportOptions
 ) -> None:
-    """Raise a `JetdraftError` for what recurrent states or shared keys cannot do."""
+    """Raise a `JetdraftError` for what the buffers of a model cannot do."""
+    if contract.whole_pictures and options.recipe_of(name).kv_bits:
+        fact = f"{checkpoint.source} reads images whose rows see each other"
+        raise OptionError(f"{fact}, in buffers of floats; leave kv out of the recipe")
     if not contract.states:
         layers = 0 if checkpoint.reads_source else len(decoder_layers(checkpoint.model))
         integers, probes = options.recipe_of(name).kv_bits, checkpoint.streams

@@ -278,6 +278,13 @@ class LoadedBundle:
         vision = self.bundle.vision
         return None if vision is None else self.text.token_id(vision.token)
 
+    @property
+    def picture_place(self) -> int | None:
+        """The id of the token for a whole picture in a prompt; None for text alone."""
+        vision = self.bundle.vision
+        mark = vision and (vision.text["place"] or vision.token)
+        return self.text.token_id(mark) if mark else None
+
     def place_pictures(
         self, prompt: list[int], images: Sequence[npt.NDArray[np.uint8]]
     ) -> tuple[list[int], list[Tiles]]:
@@ -290,12 +297,13 @@ class LoadedBundle:
             if images:
                 raise OptionError(NO_IMAGES, "images")
             return prompt, []
-        token, mark = self.picture_token, vision.text["place"] or vision.token
-        mark_id = self.text.token_id(mark)
-        places = [place for place, id in enumerate(prompt) if id == mark_id]
-        if len(places) != len(images):
+        token, mark = self.picture_token, self.picture_place
+        places = [place for place, id in enumerate(prompt) if id == mark]
+        is_row = bool(images) and token != mark and token in prompt
+        if is_row or len(places) != len(images):
             fact = f"the prompt has {len(places)} places for {len(images)} images"
-            fix = f"write {mark} for each, or chat"
+            fact += f", and {vision.token}" * is_row
+            fix = f"write {vision.text['place'] or vision.token} for each, or chat"
             raise OptionError(f"{fact}; {fix}", "images")
         pictures, ids, start = list[Tiles](), list[int](), 0
         capacity = self.target.contract.capacity

@@ -335,9 +335,10 @@ class PrefixFolder:
     def save(self, model: Model, prompt: Sequence[int]) -> None:
         """Save the beginning that `prompt` shares with an earlier prompt, if new."""
         ids, shared = np.asarray(prompt, np.int64), 0
-        is_row = ids == model.parts.picture_token
-        if is_row.any():  # A file has no images: what follows the beginning is unlike.
-            ids = np.append(ids[: np.argmax(is_row)], -1 - next(self._unlike))
+        parts = model.parts
+        sees = (ids == parts.picture_token) | (ids == parts.picture_place)
+        if np.any(sees):  # A file has no images: what follows the beginning is unlike.
+            ids = np.append(ids[: np.argmax(sees)], -1 - next(self._unlike))
         saved, _ = self._longest(model, prompt)
         with self._lock:
             for earlier in self._prompts:
@@ -345,7 +346,7 @@ class PrefixFolder:
                 if common < min(len(earlier), len(ids)):
                     shared = max(shared, common)
             self._prompts.append(ids)
-        forms = [each.forms(shared).values() for each in model.parts.caches.values()]
+        forms = [each.forms(shared).values() for each in parts.caches.values()]
         size = sum(prod(s) * t.itemsize for own in forms for s, t in own)
         if shared < saved + MIN_ROWS or size > self._most_bytes:
             return

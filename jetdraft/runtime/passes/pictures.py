@@ -41,9 +41,8 @@ NO_IMAGES = (
     "docs/images.md with its preprocessor_config.json, without streams or Kangaroo"
 )
 DAMAGED = "the encoder of images gives other rows than it must; export it again"
-# What the encoder's run takes beyond its weights is given back after it.
-_FREE_AFTER_RUN = "memory.enable_memory_arena_shrinkage"
-_ARENAS = {"cpu": "cpu:0", "cuda": "cpu:0;gpu:0"}
+# On a CPU what the encoder's run takes beyond its weights is given back after it.
+_FREE_AFTER_RUN = "memory.enable_memory_arena_shrinkage", "cpu:0"
 Size = tuple[int, int]  # Width and height.
 
 
@@ -179,9 +178,8 @@ def _fitting(size: Size, vision: Vision) -> Size:
             longest = min(max(size) // min(size), vision.most // side**2)
             width, height = (longest, 1) if width else (1, longest)
         return side * width, side * height
-    # LFM2-VL's edges have at least a square; Qwen's ratio is bounded instead.
-    fewest = int(vision.tiling == GRID)
-    if not fewest and max(size) > MAX_RATIO * min(size):
+    fewest = int(vision.tiling == GRID)  # LFM2-VL's edges have at least a square.
+    if max(size) > MAX_RATIO * min(size):
         fact = f"the image is {size[0]} x {size[1]}, and longer than {MAX_RATIO} times"
         raise _refusal(f"{fact} its width or height", "cut it")
     width, height = (max(fewest, round(edge / side)) * side for edge in size)
@@ -315,8 +313,8 @@ class PictureRows:
         self.seconds = 0.0
         self._lock = Lock()
         self._options = ort.RunOptions()
-        if device := _ARENAS.get(memory.device):
-            self._options.add_run_config_entry(_FREE_AFTER_RUN, device)
+        if memory.device == "cpu":
+            self._options.add_run_config_entry(*_FREE_AFTER_RUN)
         self._turned: list[tuple[int, int, int]] | None = None
         self._turn([])
 
@@ -357,14 +355,17 @@ class PictureRows:
         return list(ids.tolist())
 
     def next_rows(self, slot: int, unread: int) -> tuple[int, int]:
-        """How many of the unread rows from a slot on a pass may read, or must read."""
+        """How many of the unread rows from a slot on a pass may read, and must read.
+
+        At a picture that is read whole both are its rows; else nothing must be read.
+        """
         for first, rows in self._whole:
             if slot <= first:
                 return (rows, rows) if slot == first else (min(first - slot, unread), 0)
         return unread, 0
 
     def boundary(self, kept: int) -> int:
-        """How many of the kept rows remain if no picture is cut."""
+        """The kept rows before an image that they would cut; else all of them."""
         cut_at = (first for first, rows in self._whole if first < kept < first + rows)
         return next(cut_at, kept)
 
