@@ -8,6 +8,7 @@ import pytest
 
 from jetdraft.bundle import MANIFEST
 from jetdraft.testing import toy_bundle
+from tests import cases
 from tests.cli.test_help import COMMANDS, options
 from tests.programs import assert_refused, jetdraft
 
@@ -15,14 +16,10 @@ GENERATE = "generate {bundle} -p ' the self' -n 24 -t 1 "
 BENCH = "bench {bundle} --max-new-tokens=12 --repeats=2 --threads=1 "
 # Files in the folder {tmp}.
 FILES = {
-    "text": "text",
-    "empty": "",
-    "binary": b"\xff\xfe\xff",
-    "latin": b"\xff",
-    "no-json": "{",
-    "wrong-type": '{"properties": {"a": {"type": "x"}}}',
-    "wrong-grammar": "start: /a/ )",
-}
+    "text": b"text", "binary": b"\xff\xfe\xff", "latin": b"\xff", "no-json": b"{",
+    "wrong-type": b'{"properties": {"a": {"type": "x"}}}',
+    "wrong-grammar": b"start: /a/ )",
+}  # fmt: skip
 REFUSED = [
     ("generate {bundle}", "give one prompt: TEXT"),
     ("generate {bundle} -p text --prompt-file {tmp}/text", "give one prompt: TEXT"),
@@ -49,10 +46,7 @@ REFUSED = [
     (GENERATE + "--drafter-provider=abacus", "unknown provider 'abacus'"),
     (GENERATE + "--drafter-provider off --method draft", "no method 'draft'"),
     (GENERATE + "--method magic", ("'magic'", "auto, none, lookup")),
-    (
-        "generate {lone} -p x --method draft",
-        ("no method 'draft'", "export with --drafter"),
-    ),
+    ("generate {lone} -p x --method draft", ("no method 'draft'", "with --drafter")),
     ("generate {tmp}/nothing -p x", "no bundle at"),
     ("generate {tmp} -p x", "has no bundle.json"),
     ("check --no-run {tmp}/nothing", "no bundle at"),
@@ -81,14 +75,6 @@ RANGES = {
         *("methods=none,,lookup", "methods=", "provider=abacus", "threads=0"),
     ],
 }
-DRAFTING = [
-    ("stop-threshold=0.5", "stop-threshold needs a stopping rule"),
-    ("tree-parents=0,1", "tree=static and tree-parents go together"),
-    ("none=1", "stopping, stop-threshold"),
-    ("verifier=typical", "add --no-exact\n"),
-    ("user=ann", "give --store FILE too"),
-    ("tree=my_tree", "unknown tree 'my_tree'"),
-]
 NO_INTEGERS = ['"text"', "5", "[1.5]", "[true]", "[[1]]", "[[1], [2, 3]]"]
 NO_INTEGERS += [f"[{'9' * 20}]"]
 PROMPTS = [
@@ -112,8 +98,7 @@ PROMPTS = [
 def places(bundle, lone_bundle, tmp_path_factory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("refused")
     for name, content in FILES.items():
-        data = content if isinstance(content, bytes) else content.encode()
-        (folder / name).write_bytes(data)
+        (folder / name).write_bytes(content)
     toy = toy_bundle(tmp_path_factory.mktemp("toy") / "bundle")
     return {"bundle": bundle, "lone": lone_bundle, "toy": toy, "tmp": folder}
 
@@ -127,9 +112,7 @@ def test_a_line_is_refused(places, line, said):
     assert_refused(run(line, places), *([said] if isinstance(said, str) else said))
 
 
-@pytest.mark.parametrize(
-    ("verb", "option"), [(verb, o) for verb, found in RANGES.items() for o in found]
-)
+@cases("verb, option", *((verb, o) for verb, found in RANGES.items() for o in found))
 def test_option_out_of_range_is_refused(places, verb, option):
     prompt = " -p x" if verb == "generate" else ""
     result = run(f"{verb} {{bundle}}{prompt} --{option}", places)
@@ -138,7 +121,15 @@ def test_option_out_of_range_is_refused(places, verb, option):
     assert_refused(result, *said, of=any)
 
 
-@pytest.mark.parametrize(("option", "said"), DRAFTING)
+@cases(
+    "option, said",
+    ("stop-threshold=0.5", "stop-threshold needs a stopping rule"),
+    ("tree-parents=0,1", "tree=static and tree-parents go together"),
+    ("none=1", "stopping, stop-threshold"),
+    ("verifier=typical", "add --no-exact\n"),
+    ("user=ann", "give --store FILE too"),
+    ("tree=my_tree", "unknown tree 'my_tree'"),
+)
 def test_options_of_drafting_are_named_as_they_are_typed(places, option, said):
     line = "generate {bundle} -p def --method draft --drafting "
     assert_refused(run(line + option, places), said)
@@ -151,10 +142,10 @@ def test_bad_prompts_are_refused(bundle, tmp_path, text, said):
     assert_refused(jetdraft("bench", bundle, *flags), said)
 
 
-@pytest.mark.parametrize(
-    ("stdin", "said"),
-    [("", "the prompt is empty"), (b"\xff\xfe\xff", "UTF-8"), ("a" * 1001, "more th")],
-)
+@cases(
+    "stdin, said",
+    ("", "the prompt is empty"), (b"\xff\xfe\xff", "UTF-8"), ("a" * 1001, "more th"),
+)  # fmt: skip
 def test_standard_input_that_is_no_prompt(bundle, monkeypatch, stdin, said):
     monkeypatch.setattr("jetdraft.cli.console.MAX_INPUT_CHARS", 1000)
     assert_refused(jetdraft("generate", bundle, "-p", "-", stdin=stdin), said)
@@ -167,16 +158,14 @@ def test_a_device_that_never_ends_is_not_read_to_its_end(bundle, monkeypatch, op
     assert_refused(result, "/dev/zero has more than 1000 characters")
 
 
-# A few of the damages of test_bundle.py, as every verb says them.
-DAMAGES = [
+@cases(
+    "name, damage, said",
     ("drafter.onnx", Path.unlink, "drafter.onnx is missing"),
     ("target.onnx.data", lambda file: os.truncate(file, 9), "target.onnx.data has"),
     (MANIFEST, lambda file: file.write_text("{}"), "is damaged; export or copy"),
-]
-
-
-@pytest.mark.parametrize(("name", "damage", "said"), DAMAGES)
+)
 def test_a_damaged_bundle_is_refused(copied_bundle, name, damage, said):
+    """A few of the damages of test_bundle.py, as every verb says them."""
     damage(copied_bundle / name)
     for line in ("generate {} -p x", "bench {}", "check --no-run {}"):
         assert_refused(jetdraft(*line.format(copied_bundle).split()), said)

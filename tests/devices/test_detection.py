@@ -17,6 +17,7 @@ from jetdraft.devices.device import PROFILES_FOLDER, Device
 from jetdraft.devices.memory import HUGE_PAGE, release_files, use_huge_pages
 from jetdraft.errors import DeviceError
 from jetdraft.recipe import Recipe
+from tests import cases
 from tests.devices.trees import ORIN_NANO, POWER, RAILS, THOR, write
 from tests.programs import succeed
 
@@ -40,9 +41,7 @@ def test_a_thor_with_fewer_files(tmp_path):
     machine = detect_machine(write(tmp_path, THOR))
     assert machine.device == Device.named("agx-thor")
     assert machine.jetpack.version == "7.2"
-    assert machine.cuda is None
-    assert machine.power_mode is None
-    assert machine.gpu_mhz is None
+    assert {machine.cuda, machine.power_mode, machine.gpu_mhz} == {None}
 
 
 def test_a_raspberry_pi_needs_no_driver(tmp_path):
@@ -66,27 +65,25 @@ def test_no_files_at_all(tmp_path):
     assert detect_machine().memory_mb > 100, "this machine has files"
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "field"),
-    [
-        ("usr/local/cuda/version.json", "{", "cuda"),
-        ("usr/local/cuda/version.json", '{"cuda": 5}', "cuda"),
-        ("etc/nv_tegra_release", "garbage", "l4t"),
-        ("var/lib/nvpmodel/status", "pmode:9", "power_mode"),
-        ("proc/device-tree/compatible", "nvidia,p9999-0000", "device"),
-        ("proc/device-tree/model", "\0", "board"),
-        ("sys/class/devfreq/17000000.gpu/cur_freq", "?", "gpu_mhz"),
-    ],
+@cases(
+    "name, text, field",
+    ("usr/local/cuda/version.json", "{", "cuda"),
+    ("usr/local/cuda/version.json", '{"cuda": 5}', "cuda"),
+    ("etc/nv_tegra_release", "garbage", "l4t"),
+    ("var/lib/nvpmodel/status", "pmode:9", "power_mode"),
+    ("proc/device-tree/compatible", "nvidia,p9999-0000", "device"),
+    ("proc/device-tree/model", "\0", "board"),
+    ("sys/class/devfreq/17000000.gpu/cur_freq", "?", "gpu_mhz"),
 )
 def test_files_that_say_something_else(tmp_path, name, text, field):
     root = write(tmp_path, {**ORIN_NANO, name: text})
     assert getattr(detect_machine(root), field) is None
 
 
-@pytest.mark.parametrize(
-    ("revision", "jetpack"),
-    [("4.0", None), ("4.3", "6.2"), ("4.4", "6.2"), ("40.1", None), ("5.0", None)],
-)
+@cases(
+    "revision, jetpack",
+    ("4.0", None), ("4.3", "6.2"), ("4.4", "6.2"), ("40.1", None), ("5.0", None),
+)  # fmt: skip
 def test_patches_belong_to_their_release(tmp_path, revision, jetpack):
     release = f"# R36 (release), REVISION: {revision}, GCID: 1"
     tree = {**ORIN_NANO, "etc/nv_tegra_release": release}
@@ -241,17 +238,15 @@ def test_unknown_names():
         Device.named("orin-nano-8gb").power_mode("7W")
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "match"),
-    [
-        ("memory_gb = 16", "memory_gb = -1", "memory_gb must be a positive number"),
-        ("memory_gb = 16", 'memory_gb = "16"', "memory_gb must be a number"),
-        ('recipe = "int4', 'recipe = "int3', "unknown quantization 'int3'"),
-        ('["none"', '["int3"', r"quantizations\[0\] must be one of none, int8"),
-        ("memory_gb = 16", "", "memory_gb is missing"),
-        ("watts = 25", "watts = 25\nvolts = 5", r"power_modes\[0\].volts is unknown"),
-        ("title =", "title", "not a device profile"),
-    ],
+@cases(
+    "old, new, match",
+    ("memory_gb = 16", "memory_gb = -1", "memory_gb must be a positive number"),
+    ("memory_gb = 16", 'memory_gb = "16"', "memory_gb must be a number"),
+    ('recipe = "int4', 'recipe = "int3', "unknown quantization 'int3'"),
+    ('["none"', '["int3"', r"quantizations\[0\] must be one of none, int8"),
+    ("memory_gb = 16", "", "memory_gb is missing"),
+    ("watts = 25", "watts = 25\nvolts = 5", r"power_modes\[0\].volts is unknown"),
+    ("title =", "title", "not a device profile"),
 )
 def test_a_corrupt_profile(tmp_path, old, new, match):
     file = shutil.copy(PROFILES_FOLDER / "orin-nx-16gb.toml", tmp_path / "own.toml")

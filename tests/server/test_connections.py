@@ -21,6 +21,7 @@ from jetdraft.server import RequestError, connection, http_server
 from jetdraft.server.connection import CROWDED_CONNECTIONS, ConnectionLimiter, _peer_id
 from jetdraft.server.http_server import open_unix_listener
 from jetdraft.server.request_queue import Job, RequestQueue
+from tests import cases
 from tests.server.serving import connect, read, request, served, started, until
 
 BODY = {"model": "toy", "prompt": "The robot sees", "max_tokens": 40, "seed": 1,
@@ -76,50 +77,39 @@ def test_who_reads_nothing_for_long_is_dropped(fresh, monkeypatch):
 
 
 class Fake:
-    def __init__(self, peer, idle=True, since=0.0):
-        self.peer, self.is_idle, self.since, self.dropped = peer, idle, since, False
+    """A connection that enters at once."""
+
+    def __init__(self, keeper, peer, idle=True, since=0.0):
+        self.keeper, self.peer, self.is_idle, self.since = keeper, peer, idle, since
+        self.dropped, self.let_in = False, keeper.admit(self)
 
     def drop(self):
         self.dropped = True
         self.keeper.discard(self)
 
 
-@pytest.fixture
-def enter():
-    def enter(keeper, *arguments, **options):
-        fake = Fake(*arguments, **options)
-        fake.keeper = keeper
-        return fake, keeper.admit(fake)
-
-    return enter
-
-
-def test_a_peer_only_pushes_out_its_own(enter):
-    keeper = ConnectionLimiter(per_peer=2, most=9)
-    [other, first, second] = [
-        enter(keeper, peer, since=i)[0] for i, peer in enumerate("baa")
-    ]
-    third, let_in = enter(keeper, "a")
-    assert let_in
-    assert [c.dropped for c in (other, first, second, third)] == [0, 1, 0, 0]
+@cases(
+    "per_peer, most, newcomer",
+    (2, 9, "a"),  # a peer only pushes out its own
+    (9, 3, "c"),  # the limit of all is at the cost of whoever has most
+)
+def test_a_newcomer_pushes_out_the_oldest_of_the_largest(per_peer, most, newcomer):
+    keeper = ConnectionLimiter(per_peer=per_peer, most=most)
+    lines = [Fake(keeper, peer, since=i) for i, peer in enumerate("baa")]
+    lines.append(Fake(keeper, newcomer))
+    assert lines[-1].let_in
+    assert [line.dropped for line in lines] == [0, 1, 0, 0]
 
 
-def test_the_limit_of_all_is_at_the_cost_of_whoever_has_most(enter):
-    keeper = ConnectionLimiter(per_peer=9, most=3)
-    lines = [enter(keeper, peer, since=i)[0] for i, peer in enumerate("baa")]
-    assert enter(keeper, "c")[1]
-    assert [line.dropped for line in lines] == [0, 1, 0]
-
-
-def test_where_all_work_newcomers_are_crowded_and_bounded(enter):
+def test_where_all_work_newcomers_are_crowded_and_bounded():
     keeper = ConnectionLimiter(per_peer=2, most=2)
-    busy = [enter(keeper, "a", idle=False)[0] for _ in range(2)]
-    crowd = [enter(keeper, "a") for _ in range(CROWDED_CONNECTIONS + 1)]
-    assert not any(let_in for _, let_in in crowd)
+    busy = [Fake(keeper, "a", idle=False) for _ in range(2)]
+    crowd = [Fake(keeper, "a") for _ in range(CROWDED_CONNECTIONS + 1)]
+    assert not any(line.let_in for line in crowd)
     assert not any(line.dropped for line in busy)
-    assert [line.dropped for line, _ in crowd] == [1] + [0] * CROWDED_CONNECTIONS
+    assert [line.dropped for line in crowd] == [1] + [0] * CROWDED_CONNECTIONS
     keeper.discard(busy[0])
-    assert enter(keeper, "a")[1]
+    assert Fake(keeper, "a").let_in
 
 
 def test_health_is_answered_while_all_connections_work(fresh, slow, monkeypatch):
@@ -241,17 +231,14 @@ def test_turns_go_by_the_connection(fresh, slow, tmp_path):
     until(lambda: fresh.desk.generating == 0)
 
 
-GOOD = {"model": "toy", "prompt": "The robot", "max_tokens": 9, "seed": 1}
-
-
-def test_a_server_answers_at_both_doors(toy, tmp_path, model):
+def test_a_server_answers_at_both_doors(toy, tmp_path):
     path = tmp_path / "s"
     with started(toy, "--uds", path) as (process, address):
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
         with httpx.Client(transport=httpx.HTTPTransport(uds=str(path))) as client:
             # No page of a browser comes this way, so any name will do.
-            answer = client.post("http://robot/v1/completions", json=GOOD, timeout=60)
-        other = httpx.post(f"{address}/v1/completions", json=GOOD, timeout=60)
+            answer = client.post("http://robot/v1/completions", json=BODY, timeout=60)
+        other = httpx.post(f"{address}/v1/completions", json=BODY, timeout=60)
         texts = {a.json()["choices"][0]["text"] for a in (answer, other)}
         assert len(texts) == 1
         process.terminate()
@@ -320,8 +307,8 @@ def run(coroutine):
 
 def story(body):
     @wraps(body)
-    def test():
-        run(body())
+    def test(**arguments):
+        run(body(**arguments))
 
     return test
 
@@ -358,13 +345,22 @@ async def test_clients_take_turns():
     assert (queue.waiting, queue.generating) == (0, 0)
 
 
+@cases(
+    "most, seconds, waiting, words, status",
+    (1, 30.0, "b", "too many", 429), (9, 0.05, "", r"0\.05 s", 503),
+)  # fmt: skip
 @story
-async def test_a_queue_has_an_end():
-    queue, log, hold = RequestQueue(["m"], 1, 30.0), [], asyncio.Event()
-    tasks = await start(take(queue, "a", log, hold=hold), take(queue, "b", log))
-    with pytest.raises(RequestError, match="too many") as found:
+async def test_a_queue_and_waiting_have_an_end(most, seconds, waiting, words, status):
+    queue, log, hold = RequestQueue(["m"], most, seconds), [], asyncio.Event()
+    holder, others = (
+        take(queue, "a", log, hold=hold),
+        (take(queue, w, log) for w in waiting),
+    )
+    tasks = await start(holder, *others)
+    with pytest.raises(RequestError, match=words) as refused:
         await take(queue, "c", log)
-    assert found.value.status == 429
+    assert refused.value.status == status
+    assert queue.waiting == len(waiting)
     hold.set()
     await asyncio.gather(*tasks)
     assert await take(queue, "c", log) == "m"
@@ -384,19 +380,6 @@ async def test_whoever_fills_the_queue_makes_room():
     assert ends[3].status == 429
     assert log == ["g0", "g1", "s0", "g2"]
     assert (queue.waiting, queue.generating) == (0, 0)
-
-
-@story
-async def test_waiting_has_an_end():
-    queue, log, hold = RequestQueue(["m"], 9, 0.05), [], asyncio.Event()
-    tasks = await start(take(queue, "a", log, hold=hold))
-    with pytest.raises(RequestError, match=r"0\.05 s") as found:
-        await take(queue, "b", log)
-    assert found.value.status == 503
-    assert queue.waiting == 0
-    hold.set()
-    await asyncio.gather(*tasks)
-    assert await take(queue, "b", log) == "m"
 
 
 @story

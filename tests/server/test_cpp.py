@@ -1,28 +1,22 @@
 import json
 import os
 import shutil
-import subprocess
-from pathlib import Path
 
 import pytest
 
 from jetdraft.server.app import Service
 from jetdraft.server.http_server import open_unix_listener
-from tests.programs import ended
+from tests.programs import ROOT, ended, printed
 from tests.server.conftest import LIMITS
 from tests.server.serving import served, until
 
-SOURCE = Path(__file__).parents[2] / "examples" / "cpp" / "client.cpp"
+SOURCE = ROOT / "examples" / "cpp" / "client.cpp"
 PROMPT = 'The "robot" sees\n'
 
 
 def builds():
-    if not shutil.which("c++"):
-        return False
-    command = ["c++", "-fsyntax-only", "-include", "curl/curl.h", "-x", "c++", "-"]
-    return not subprocess.run(
-        command, check=False, input=b"", capture_output=True
-    ).returncode
+    command = "c++", "-fsyntax-only", "-include", "curl/curl.h", "-x", "c++", "-"
+    return shutil.which("c++") and not ended(*command, input="").returncode
 
 
 pytestmark = pytest.mark.skipif(
@@ -35,9 +29,7 @@ pytestmark = pytest.mark.skipif(
 def program(tmp_path_factory):
     program = tmp_path_factory.mktemp("cpp") / "client"
     flags = ["-std=c++17", "-Wall", "-Wextra", "-Werror"]
-    subprocess.run(
-        ["c++", *flags, str(SOURCE), "-lcurl", "-o", str(program)], check=True
-    )
+    printed("c++", *flags, SOURCE, "-lcurl", "-o", program)
     return program
 
 

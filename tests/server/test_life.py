@@ -3,25 +3,22 @@ import os
 import re
 import signal
 import socket
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import httpx
 import numpy as np
 import pytest
-from click.testing import CliRunner
 from openai import OpenAI
 
-import jetdraft
-from jetdraft import OptionError, OutputError, Pool
-from jetdraft.cli import main
+from jetdraft import Model, OptionError, OutputError, Pool
 from jetdraft.server.app import Service
 from jetdraft.server.http_server import Systemd, open_listener, open_unix_listener
 from jetdraft.server.request_queue import MIN_ROWS, PrefixFolder
-from tests.programs import assert_refused, without
+from tests.programs import assert_refused, jetdraft, without
 from tests.runtime.test_conversation import with_template
 from tests.server.conftest import LIMITS
 from tests.server.serving import connect, served, started, until
@@ -82,27 +79,18 @@ def test_a_deadline(address, slow):
     assert 0 < found["usage"]["completion_tokens"] < 30
 
 
-def asked(address, answers, body, path="completions"):
-    def ask():
-        try:
-            answers.append(httpx.post(f"{address}/v1/{path}", json=body, timeout=60))
-        except httpx.HTTPError as error:
-            answers.append(error)
-
-    thread = threading.Thread(target=ask)
-    thread.start()
-    return thread
+def asked(address, body):
+    """The answer, or the error, that a thread waits for."""
+    thread = ThreadPoolExecutor(1)
+    return thread.submit(httpx.post, f"{address}/v1/completions", json=body, timeout=60)
 
 
 def test_sigterm_lets_texts_end(toy):
     with started(toy, slow=0.02) as (process, address):
-        answers = []
-        threads = [asked(address, answers, {**LONG, "max_tokens": 60})] * 1
-        threads.append(asked(address, answers, {**LONG, "max_tokens": 20}))
+        asking = [asked(address, {**LONG, "max_tokens": count}) for count in (60, 20)]
         until(lambda: httpx.get(f"{address}/health").json()["waiting"] == 1)
         process.send_signal(signal.SIGTERM)
-        for thread in threads:
-            thread.join(60)
+        answers = [each.result(60) for each in asking]
         assert [answer.status_code for answer in answers] == [200, 200]
         assert {a.json()["usage"]["completion_tokens"] for a in answers} == {60, 20}
         assert process.wait(60) == 0
@@ -116,16 +104,15 @@ def test_sigterm_lets_texts_end(toy):
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_second_ctrl_c_cuts_the_text_and_answers(toy, stream):
     with started(toy, slow=0.05) as (process, address):
-        answers = []
-        thread = asked(address, answers, {**LONG, "stream": stream})
+        asking = asked(address, {**LONG, "stream": stream})
         until(lambda: httpx.get(f"{address}/health").json()["generating"] == 1)
         process.send_signal(signal.SIGINT)
         assert process.stderr.readline().endswith("30 s; Ctrl-C cuts it\n")
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 0
-        thread.join(60)
-        assert '"server_error"' in answers[0].text
-        assert answers[0].text.rstrip().endswith("[DONE]") == stream
+        answer = asking.result(60).text
+        assert '"server_error"' in answer
+        assert answer.rstrip().endswith("[DONE]") == stream
         line, answered = process.stderr.read(), ANSWERED.replace("200", "503")
         tokens = re.fullmatch(rf"{answered}, (\d+) tokens, \d+ ms\n", line)
         assert tokens, line
@@ -156,15 +143,13 @@ def test_the_log_has_every_request_and_no_text(fresh, caplog):
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_text_longer_than_the_drain_is_cut_and_answered(toy, stream):
     with started(toy, "--drain", "1", slow=0.05) as (process, address):
-        answers = []
-        threads = [asked(address, answers, {**LONG, "stream": stream})]
+        asking = [asked(address, {**LONG, "stream": stream})]
         until(lambda: httpx.get(f"{address}/health").json()["generating"] == 1)
-        threads.append(asked(address, answers, LONG))
+        asking.append(asked(address, LONG))
         until(lambda: httpx.get(f"{address}/health").json()["waiting"] == 1)
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0
-        for thread in threads:
-            thread.join(60)
+        answers = [each.result(60) for each in asking]
         cut, refused = sorted(answers, key=lambda a: "has cut" not in a.text)
         assert refused.status_code == 503
         assert "ending" in refused.json()["error"]["message"]
@@ -223,12 +208,10 @@ def test_a_store_shows_nobody_what_others_asked(toy, tmp_path):
 def test_a_kill_in_mid_stream_loses_nothing_else(toy, model):
     before = sorted(os.listdir(toy))
     with started(toy, slow=0.02) as (process, address):
-        answers = []
-        thread = asked(address, answers, LONG)
+        asking = asked(address, LONG)
         until(lambda: httpx.get(f"{address}/health").json()["generating"] == 1)
         process.kill()
-        thread.join(60)
-        assert isinstance(answers[0], httpx.HTTPError)
+        assert isinstance(asking.exception(60), httpx.HTTPError)
     assert sorted(os.listdir(toy)) == before
     with started(toy) as (_, address):
         found = httpx.post(f"{address}/v1/chat/completions", json=CHAT).json()
@@ -239,9 +222,9 @@ def test_a_port_in_use_is_told_before_anything_is_loaded(tmp_path):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        port = str(taken.getsockname()[1])
-        result = CliRunner().invoke(main, ["serve", str(tmp_path), "--port", port])
-    assert_refused(result, port, "choose another --port")
+        port = taken.getsockname()[1]
+        result = jetdraft("serve", tmp_path, "--port", port)
+    assert_refused(result, str(port), "choose another --port")
 
 
 @pytest.mark.parametrize("host", ["a..b", "\u00e4" * 80, "x" * 300, "nope.invalid"])
@@ -253,8 +236,7 @@ def test_a_host_that_is_none_is_refused(host):
 
 def test_wrong_options_of_the_command(toy, tmp_path):
     def serve(*arguments):
-        given = ["serve", *map(str, arguments), "--port", "0"]
-        return CliRunner().invoke(main, given)
+        return jetdraft("serve", *arguments, "--port", 0)
 
     assert_refused(serve(toy, "--host", "0.0.0.0"), "--api-key")
     assert_refused(serve(toy, "--host", "256.1.1.1", "--api-key", "k"), "cannot listen")
@@ -313,10 +295,11 @@ def test_all_are_answered_and_none_mixed_up(toy, model):
 
 
 @pytest.fixture
-def manager(tmp_path):
+def manager(tmp_path, monkeypatch):
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as own:
         own.bind(str(tmp_path / "notify"))
         own.settimeout(60)
+        monkeypatch.setenv("NOTIFY_SOCKET", own.getsockname())
         yield own
 
 
@@ -325,7 +308,6 @@ def heard(manager):
 
 
 def test_readiness_watchdog_and_end(manager, toy, monkeypatch):
-    monkeypatch.setenv("NOTIFY_SOCKET", manager.getsockname())
     monkeypatch.setenv("WATCHDOG_USEC", "1500000")
     with started(toy) as (process, address):
         assert heard(manager) == "READY=1"
@@ -353,7 +335,6 @@ def test_a_model_that_hangs_is_not_alive(service, address):
 
 
 def test_a_hanging_model_silences_the_watchdog(manager, toy, monkeypatch):
-    monkeypatch.setenv("NOTIFY_SOCKET", manager.getsockname())
     monkeypatch.setenv("WATCHDOG_USEC", "300000")
     with started(toy, "--max-seconds", "0.2", slow=20.0) as (_, address):
         assert heard(manager) == "READY=1"
@@ -399,11 +380,13 @@ def pool(bundle):
         yield pool
 
 
-def answered(folder, model, prompt):
-    folder.load(model, prompt)
-    result = model.generate(token_ids=prompt, **OPTIONS)
-    folder.save(model, prompt)
-    return result
+def answered(folder, model, *prompts):
+    results = []
+    for prompt in prompts:
+        folder.load(model, prompt)
+        results.append(model.generate(token_ids=prompt, **OPTIONS))
+        folder.save(model, prompt)
+    return results
 
 
 def test_a_beginning_that_two_prompts_share_is_read_once(pool, tmp_path):
@@ -413,13 +396,13 @@ def test_a_beginning_that_two_prompts_share_is_read_once(pool, tmp_path):
         model.forget()
     expected = [other.generate(token_ids=p, **OPTIONS).token_ids for p in ASKED]
     other.forget()
-    found = [answered(folder, first, prompt) for prompt in ASKED[:2]]
+    found = answered(folder, first, *ASKED[:2])
     [file] = (tmp_path / "new").glob("own/*.npz")
     # Another client's model, and the same folder after a restart.
-    found.append(answered(folder, other, ASKED[2]))
+    found += answered(folder, other, ASKED[2])
     again = PrefixFolder(tmp_path / "new", "own", 10**9)
     other.forget()
-    found.append(answered(again, other, ASKED[3]))
+    found += answered(again, other, ASKED[3])
     assert [result.token_ids for result in found] == expected
     assert [r.stats.reused_tokens for r in found] == [0, 100, 100, 100]
     assert list((tmp_path / "new").glob("own/*.npz")) == [file]
@@ -435,16 +418,14 @@ def test_a_conversation_that_goes_on_is_not_written(pool, tmp_path):
 
 def test_short_beginnings_are_not_written(pool, tmp_path):
     folder = PrefixFolder(tmp_path, "own", 10**9)
-    for prompt in ASKED:
-        answered(folder, pool.models[0], prompt[-9 - MIN_ROWS + 1 :])
+    answered(folder, pool.models[0], *(p[-9 - MIN_ROWS + 1 :] for p in ASKED))
     assert not list(tmp_path.glob("own/*"))
 
 
 def test_files_have_a_bound(pool, tmp_path):
     """The file that was unused for longest goes, also a file of another bundle."""
     folder = PrefixFolder(tmp_path, "own", 10**9)
-    for prompt in ASKED[:2]:
-        answered(folder, pool.models[0], prompt)
+    answered(folder, pool.models[0], *ASKED[:2])
     [file] = tmp_path.glob("own/*.npz")
     size = file.stat().st_size
     (tmp_path / "old").mkdir()
@@ -456,15 +437,13 @@ def test_files_have_a_bound(pool, tmp_path):
     os.utime(other, (0, 0))
     file.unlink()
     folder = PrefixFolder(tmp_path, "own", 2 * size)
-    for prompt in ASKED[:2]:
-        answered(folder, pool.models[0], prompt)
+    answered(folder, pool.models[0], *ASKED[:2])
     assert not old.exists()
     assert used.exists()
     assert other.exists(), "it is not the server's"
     assert sum(f.stat().st_size for f in tmp_path.glob("*/p*")) <= 2 * size
     small = PrefixFolder(tmp_path / "small", "own", size // 2)
-    for prompt in ASKED:
-        answered(small, pool.models[0], prompt)
+    answered(small, pool.models[0], *ASKED)
     assert not list((tmp_path / "small").glob("*/*"))
 
 
@@ -473,47 +452,42 @@ def test_a_damaged_file_is_deleted(pool, tmp_path, caplog, damage):
     model = pool.models[0]
     expected = model.generate(token_ids=ASKED[2], **OPTIONS).token_ids
     folder = PrefixFolder(tmp_path, "own", 10**9)
-    for prompt in ASKED[:2]:
-        answered(folder, model, prompt)
+    answered(folder, model, *ASKED[:2])
     [file] = tmp_path.glob("own/*.npz")
     file.write_bytes(damage(file.read_bytes()))
     model.forget()
-    assert answered(folder, model, ASKED[2]).token_ids == expected
+    assert answered(folder, model, ASKED[2])[0].token_ids == expected
     assert not file.exists() or file.stat().st_size > 1000
     assert "is not a saved prefix" in caplog.text
 
 
 def test_a_server_shares_beginnings(pool, tmp_path):
-    service = Service(pool, "tiny", prefixes=tmp_path)
-    for model in pool.models:
-        model.forget()
-    with served(service) as address:
-        client = OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0)
-        answers = []
+    reused = []
+    with served(Service(pool, "tiny", prefixes=tmp_path)) as address:
         for prompt in ASKED[:3]:
-            answers.append(
-                client.completions.create(
-                    model="tiny", prompt=prompt, max_tokens=4, temperature=0.0
-                )
-            )
             for model in pool.models:
                 model.forget()
-        client.close()
-    assert [a.usage.prompt_tokens_details.cached_tokens for a in answers] == [0, 0, 100]
+            body = {
+                "model": "tiny",
+                "prompt": prompt,
+                "max_tokens": 4,
+                "temperature": 0,
+            }
+            answer = httpx.post(f"{address}/v1/completions", json=body, timeout=60)
+            details = answer.json()["usage"]["prompt_tokens_details"]
+            reused.append(details["cached_tokens"])
+    assert reused == [0, 0, 100]
 
 
 def test_where_no_prefix_can_be_kept(pool, tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(OutputError, match="choose another --prefixes"):
-        PrefixFolder(tmp_path / "file", "own", 1)
-    with pytest.raises(OutputError, match="choose another --prefixes"):
-        PrefixFolder(tmp_path / "a\0b", "own", 1)
+    for name in ("file", "a\0b"):
+        with pytest.raises(OutputError, match="choose another --prefixes"):
+            PrefixFolder(tmp_path / name, "own", 1)
 
 
 def test_an_encoder_decoder_keeps_none(monkeypatch, pool, tmp_path):
-    def refuse(self):
-        raise OptionError("depend on its source")
-
-    monkeypatch.setattr(jetdraft.Model, "check_prefix_support", refuse)
+    refuse = Mock(side_effect=OptionError("depend on its source"))
+    monkeypatch.setattr(Model, "check_prefix_support", refuse)
     with pytest.raises(OptionError, match="source"):
         Service(pool, "tiny", prefixes=tmp_path)

@@ -1,25 +1,20 @@
-import http.client
 import json
-import os
 import signal
 import socket
 import threading
 import time
 from dataclasses import replace
-from urllib.parse import urlsplit
 
 import httpx
 import openai
 import pytest
-from click.testing import CliRunner
 from openai import BadRequestError
 
-from jetdraft.cli import main
 from jetdraft.runtime.text.codec import TextCodec
 from jetdraft.server.app import Service
 from jetdraft.server.connection import host_name, is_loopback
 from tests import cases
-from tests.programs import assert_refused
+from tests.programs import assert_refused, jetdraft
 from tests.runtime.text.test_tools import tool
 from tests.runtime.text.test_worker import FOREVER, is_alive, workers
 from tests.server.conftest import LIMITS
@@ -38,6 +33,7 @@ FOREIGN = ("evil.example", "localhost.evil.example", "[2001:db8::1]", "10.0.0.1:
 OWN = ("localhost", "LOCALHOST:1".lower(), "127.0.0.1:8080", "[::1]:8080", "127.0.0.9")
 BRIEF = {"model": "toy", "prompt": "a", "max_tokens": 4, "temperature": 0}
 PROPERTIES = {f"name{i}": {"type": "string"} for i in range(10_000)}
+FORMAT = {"type": "json_schema", "json_schema": {"schema": {"properties": PROPERTIES}}}
 PATTERN = {"type": "string", "pattern": "^" + "(ab|cd)?" * 50_000 + "$"}
 
 
@@ -53,7 +49,8 @@ def calling(arguments):
 def post(address, body, path="completions", **headers):
     content = body if isinstance(body, (str, bytes)) else json.dumps(body)
     headers = {"Content-Type": "application/json", **headers}
-    return httpx.post(f"{address}/v1/{path}", content=content, headers=headers)
+    url = f"{address}/v1/{path}"
+    return httpx.post(url, content=content, headers=headers, timeout=30)
 
 
 def error(response):
@@ -160,37 +157,25 @@ def test_wrong_chats(address, changes, words, stream):
     ({"role": "system", "content": 7}, "content", "must be a text or a list"),
     ({"content": ["a"]}, "content[0]", "must be a part"),
     ({"content": [{"type": "text"}]}, "content[0]", "must be a part"),
-    (
-        {"content": [{"type": "text", "text": "a"}, {"type": "image_url"}]},
-        "content[1]",
-        'a part {"type": "text", "text": "..."}',
-    ),
+    ({"content": [{"type": "text", "text": "a"}, {"type": "image_url"}]},
+     "content[1]", 'a part {"type": "text", "text": "..."}'),
     ({"name": 5}, "name", "must be a text"),
     ({"refusal": ["no"]}, "refusal", "must be a text"),
     ({"role": "tool"}, "tool_call_id", "the id of the call that is answered"),
     ({"role": "tool", "tool_call_id": 5}, "tool_call_id", "must be a text"),
     ({"audio": {"id": "a"}}, "audio", "is not supported; give content"),
-    (
-        {"function_call": {"name": "f", "arguments": "{}"}},
-        "function_call",
-        "is not supported; give tool_calls",
-    ),
+    ({"function_call": {"name": "f", "arguments": "{}"}},
+     "function_call", "is not supported; give tool_calls"),
     ({"tool_calls": {}}, "tool_calls", "must be a list of calls"),
     ({"tool_calls": [5]}, "tool_calls[0]", 'must be {"id": "..."'),
     ({"tool_calls": [call(name=None)]}, "tool_calls[0]", "must be {"),
     ({"tool_calls": [{**call(), "id": 5}]}, "tool_calls[0]", "must be {"),
     ({"tool_calls": [{"function": {"name": "f"}}]}, "tool_calls[0]", "must be {"),
-    (
-        {"tool_calls": [call(), call(arguments="{")]},
-        "tool_calls[1].function.arguments",
-        "is not JSON",
-    ),
-    (
-        {"tool_calls": [call(arguments="[1]")]},
-        "tool_calls[0].function.arguments",
-        "must be the text of a JSON object",
-    ),
-)
+    ({"tool_calls": [call(), call(arguments="{")]},
+     "tool_calls[1].function.arguments", "is not JSON"),
+    ({"tool_calls": [call(arguments="[1]")]},
+     "tool_calls[0].function.arguments", "must be the text of a JSON object"),
+)  # fmt: skip
 def test_a_wrong_message_is_named_with_its_field(address, fields, place, words):
     wrong = {"role": "assistant", "content": "b", **fields}
     body = {**CHAT, "messages": [*CHAT["messages"], wrong]}
@@ -366,11 +351,11 @@ def test_hosts_are_parsed():
 
 @pytest.mark.parametrize("key", ["", " key", "a key", "key\n", "schlüssel"])
 @pytest.mark.parametrize("by_environment", [False, True])
-def test_keys_that_nobody_could_send(tmp_path, key, by_environment):
-    command = ["serve", str(tmp_path), "--port", "0"]
-    environment = {"JETDRAFT_API_KEY": key} if by_environment else {}
-    given = [] if by_environment else ["--api-key", key]
-    result = CliRunner(env={**os.environ, **environment}).invoke(main, command + given)
+def test_keys_that_nobody_could_send(tmp_path, monkeypatch, key, by_environment):
+    if by_environment:
+        monkeypatch.setenv("JETDRAFT_API_KEY", key)
+    words = () if by_environment else ("--api-key", key)
+    result = jetdraft("serve", tmp_path, "--port", 0, *words)
     assert_refused(result, "the API key")
 
 
@@ -380,27 +365,13 @@ def limited(toy):
         yield address
 
 
-def timed(address, body, path="/v1/completions"):
-    start, connection = time.monotonic(), send(address, body, path)
-    answer = connection.getresponse()
-    found = answer.status, json.loads(answer.read())
-    connection.close()
-    return *found, time.monotonic() - start
+def timed(address, body, path="completions"):
+    start, answer = time.monotonic(), post(address, body, path)
+    return answer.status_code, answer.json(), time.monotonic() - start
 
 
-def send(address, body, path="/v1/completions"):
-    connection = http.client.HTTPConnection(urlsplit(address).netloc, timeout=30)
-    headers = {"Content-Type": "application/json"}
-    connection.request("POST", path, json.dumps(body), headers)
-    return connection
-
-
-def state(address):
-    connection = http.client.HTTPConnection(urlsplit(address).netloc, timeout=30)
-    connection.request("GET", "/health")
-    found = json.loads(connection.getresponse().read())
-    connection.close()
-    return found
+def generating(address):
+    return httpx.get(f"{address}/health").json()["generating"]
 
 
 def test_a_grammar_that_never_ends_is_answered_in_time(limited):
@@ -424,21 +395,12 @@ def test_a_grammar_that_never_ends_is_answered_in_time(limited):
     ("completions", {"json_schema": json.dumps(PATTERN)}, "json_schema"),
     ("completions", {"json_schema": {"properties": PROPERTIES}}, "json_schema"),
     ("chat/completions", {"tools": [tool({"properties": PROPERTIES})]}, "tools"),
-    (
-        "chat/completions",
-        {
-            "response_format": {
-                "type": "json_schema",
-                "json_schema": {"schema": {"properties": PROPERTIES}},
-            }
-        },
-        "response_format",
-    ),
+    ("chat/completions", {"response_format": FORMAT}, "response_format"),
 )
 def test_schemas_and_tools_have_the_limit_of_grammars(limited, path, more, param):
     body = {"messages": [{"role": "user", "content": "a"}], **BRIEF, **more}
     del body["messages" if path == "completions" else "prompt"]
-    status, answer, seconds = timed(limited, body, f"/v1/{path}")
+    status, answer, seconds = timed(limited, body, path)
     assert (status, answer["error"]["param"]) == (400, param)
     assert "longer than" in answer["error"]["message"]
     assert seconds < 2
@@ -450,30 +412,28 @@ def test_tools_that_take_too_long_are_refused(limited):
     body = {**BRIEF, "tools": [slow] * 100, "tool_choice": "required"}
     body["messages"] = [{"role": "user", "content": "a"}]
     del body["prompt"]
-    status, answer, seconds = timed(limited, body, "/v1/chat/completions")
+    status, answer, seconds = timed(limited, body, "chat/completions")
     assert status == 400, answer
     assert answer["error"]["message"]
     assert seconds < 12
 
 
 def test_a_client_that_leaves_frees_the_model(limited):
-    connection = send(limited, {**BRIEF, "grammar": FOREVER})
-    until(lambda: state(limited)["generating"] == 1, 5)
-    time.sleep(0.5)
-    connection.close()
-    until(lambda: state(limited)["generating"] == 0, 2)
+    with connect(limited, {**BRIEF, "grammar": FOREVER}):
+        until(lambda: generating(limited) == 1, 5)
+        time.sleep(0.5)
+    until(lambda: generating(limited) == 0, 2)
 
 
 def test_sigterm_ends_a_compilation(toy):
     with started(toy, "--drain", 1, "--name", "toy") as (process, address):
         assert timed(address, {**BRIEF, "regex": "yes"})[0] == 200
         until(lambda: len(workers({process.pid})) == 1, 5)  # it waits for texts
-        connection = send(address, {**BRIEF, "grammar": FOREVER})
-        until(lambda: len(workers({process.pid})) == 2, 5)
-        left = workers({process.pid})
-        process.send_signal(signal.SIGTERM)
-        start = time.monotonic()
-        process.wait(8)
-        assert time.monotonic() - start < 3
-        connection.close()
+        with connect(address, {**BRIEF, "grammar": FOREVER}):
+            until(lambda: len(workers({process.pid})) == 2, 5)
+            left = workers({process.pid})
+            process.send_signal(signal.SIGTERM)
+            start = time.monotonic()
+            process.wait(8)
+            assert time.monotonic() - start < 3
         until(lambda: not any(map(is_alive, left)), 2)

@@ -10,6 +10,7 @@ from jetdraft.runtime.generation import Generation
 from jetdraft.runtime.measured.survey import Survey
 from jetdraft.runtime.measured.widths import prefill_widths
 from jetdraft.runtime.passes.prefix import common_length, digest_of
+from tests import cases
 
 RANDOM = np.random.default_rng(4)
 IDS = RANDOM.integers(0, 288, 151).tolist()
@@ -111,10 +112,10 @@ def test_up_to_the_last_row_of_the_buffers(kept):
         assert kept.generate(token_ids=whole[:length], **options).token_ids == expected
 
 
-@pytest.mark.parametrize(
-    ("one", "other", "length"),
-    [([], [1], 0), ([1, 2, 3], [1, 2, 4, 5], 2), ([1, 2], [1, 2, 3], 2)],
-)
+@cases(
+    "one, other, length",
+    ([], [1], 0), ([1, 2, 3], [1, 2, 4, 5], 2), ([1, 2], [1, 2, 3], 2),
+)  # fmt: skip
 def test_common_beginnings(one, other, length):
     assert common_length(one, other) == length
 
@@ -160,7 +161,7 @@ def test_prefixes_that_are_none_are_refused(kept, tmp_path):
     assert kept.generate(token_ids=IDS, **OPTIONS).token_ids == expected
 
 
-def test_where_filling_up_has_no_room_less_is_read(kept):
+def test_where_filling_up_has_no_room_less_is_read(kept, monkeypatch):
     """254 of 256 rows are held, and 8 is the narrowest width above 2."""
     prompt, graph, seen = (IDS * 2)[:256], kept.parts.target, []
     kept.forget()
@@ -170,30 +171,27 @@ def test_where_filling_up_has_no_room_less_is_read(kept):
         seen.append((len(tokens), width))
         return run(tokens, last_only, width)
 
-    graph.run = spy
-    try:
-        options = Options.of(method="none", max_new_tokens=1)
-        generation = Generation(kept.parts, kept.planner, prompt, options)
-        generation.widths = [2, 8]
-        assert list(generation.run()) == []
-    finally:
-        del graph.run
-        kept.forget()
+    monkeypatch.setattr(graph, "run", spy)
+    options = Options.of(method="none", max_new_tokens=1)
+    generation = Generation(kept.parts, kept.planner, prompt, options)
+    generation.widths = [2, 8]
+    assert list(generation.run()) == []
+    kept.forget()
     assert sum(tokens for tokens, _ in seen) == 255
     assert seen[-4:] == [(8, 8), (8, 8), (8, 8), (7, 8)]
     assert graph.cache.length == 255
 
 
-@pytest.mark.parametrize(
-    ("most", "widths"),
-    [(16, []), (31, []), (64, [64, 32]), (100, [96, 48]), (128, [128, 64, 32])],
-)
+@cases(
+    "most, widths",
+    (16, []), (31, []), (64, [64, 32]), (100, [96, 48]), (128, [128, 64, 32]),
+)  # fmt: skip
 def test_prompts_are_read_in_multiples_of_the_widest_draft(kept, most, widths):
     contract = replace(kept.bundle.target.contract, max_width=most)
     assert prefill_widths(contract) == widths
 
 
-def test_a_wide_pass_that_leaves_other_rows_does_not_agree(kept):
+def test_a_wide_pass_that_leaves_other_rows_does_not_agree(kept, monkeypatch):
     graph, run = kept.parts.target, kept.parts.target.run
     survey = Survey(graph, None)
     survey.finish()
@@ -208,11 +206,8 @@ def test_a_wide_pass_that_leaves_other_rows_does_not_agree(kept):
             buffer.update_inplace(whole)
         return answer
 
-    graph.run = odd
-    try:
-        survey = Survey(graph, None)
-        survey.finish()
-        assert not survey.widths.prefills_agree
-    finally:
-        del graph.run
-        kept.forget()
+    monkeypatch.setattr(graph, "run", odd)
+    survey = Survey(graph, None)
+    survey.finish()
+    kept.forget()
+    assert not survey.widths.prefills_agree

@@ -15,6 +15,7 @@ from jetdraft.checkpoints.gguf_tokenizer import special_tokens
 from jetdraft.errors import BundleError, OptionError
 from jetdraft.runtime.text.codec import TextCodec
 from jetdraft.runtime.text.stops import STOP, StopWatcher
+from tests import cases
 from tests.families import FAMILIES, SPECIAL, TAG, WORDS, made
 from tests.runtime.text.test_template import CHATS, own_prompt, transformers_prompt
 
@@ -43,12 +44,8 @@ def draw_ids(data, tokenizer, least=0):
     rare = st.sampled_from([size, *range(size - len(SPECIAL) - 1, size)])
     token = st.one_of(st.integers(0, size - 1), rare)
     words = st.lists(st.sampled_from(WORDS), min_size=least, max_size=4)
-    return data.draw(
-        st.one_of(
-            st.lists(token, min_size=least, max_size=14),
-            words.map(lambda text: tokenizer.encode(" ".join(text)).ids),
-        )
-    )
+    encoded = words.map(lambda text: tokenizer.encode(" ".join(text)).ids)
+    return data.draw(st.lists(token, min_size=least, max_size=14) | encoded)
 
 
 def draw_rounds(data, ids):
@@ -169,14 +166,10 @@ def published(file):
     template = config.get("chat_template")
     if (beside := file.with_name("chat_template.jinja")).is_file():
         template = beside.read_text()
-    stored = {
-        name: token
-        for name, token in config.items()
-        if is_token_name(name) and isinstance(token, (str, dict))
-    }
     tokens = {
         name: token["content"] if isinstance(token, dict) else token
-        for name, token in stored.items()
+        for name, token in config.items()
+        if is_token_name(name) and isinstance(token, (str, dict))
     }
     several = template if isinstance(template, list) else [{"template": template}]
     return [each["template"] for each in several if each["template"]], tokens
@@ -223,9 +216,8 @@ def byte_fallback(tmp_path):
     """A tokenizer like Llama 2's: a character that is no token becomes its bytes."""
     vocab = {f"<0x{byte:02X}>": byte for byte in range(256)}
     vocab |= {letter: 256 + at for at, letter in enumerate("abcd")} | {"<unk>": 260}
-    tokenizer = Tokenizer(
-        models.BPE(vocab, [], unk_token="<unk>", fuse_unk=True, byte_fallback=True)
-    )
+    how = {"unk_token": "<unk>", "fuse_unk": True, "byte_fallback": True}
+    tokenizer = Tokenizer(models.BPE(vocab, [], **how))
     tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     return TextCodec(tmp_path / "tokenizer.json")
@@ -252,10 +244,10 @@ def test_a_character_that_a_byte_level_prompt_begins_comes_whole(codec):
     assert cuts
 
 
-@pytest.mark.parametrize(
-    ("prompt", "size", "more", "text"),
-    [("a日🚀", -1, "bcd", "bcd"), ("a\ufffd", None, "🚀b", "🚀b")],
-)
+@cases(
+    "prompt, size, more, text",
+    ("a日🚀", -1, "bcd", "bcd"), ("a\ufffd", None, "🚀b", "🚀b"),
+)  # fmt: skip
 def test_what_a_prompt_began_in_vain_is_hidden(byte_fallback, prompt, size, more, text):
     stream = byte_fallback.stream(byte_fallback.encode(prompt)[:size])
     pieces = (stream.push(byte_fallback.encode(letter)) for letter in more)

@@ -7,6 +7,7 @@ from jetdraft.checkpoints.gguf_tokenizer import special_tokens
 from jetdraft.checkpoints.model_reader import chat_template
 from jetdraft.runtime.text import sandbox
 from jetdraft.runtime.text.template import ChatTemplate, user_message
+from tests import cases
 
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 SYSTEM = {"role": "system", "content": "Be brief."}
@@ -19,18 +20,13 @@ CALLED = {"role": "assistant", "content": None, "tool_calls": [CALL]}
 ANSWERED = {"role": "tool", "tool_call_id": "a1b2c3d4e", "content": '{"x": 5}'}
 ANSWERED["name"] = "read_sensor"
 TOOL = {
-    "type": "function",
-    "function": {
-        "name": "read_sensor",
-        "description": "Reads a <sensor> & more, in °C",
-        "parameters": {
-            "type": "object",
-            "properties": {"sensor": {"type": "string", "enum": ["x", "y"]}},
-            "required": ["sensor"],
-        },
+    "name": "read_sensor", "description": "Reads a <sensor> & more, in °C",
+    "parameters": {
+        "type": "object", "required": ["sensor"],
+        "properties": {"sensor": {"type": "string", "enum": ["x", "y"]}},
     },
-}
-TOOLS = {"tools": [TOOL]}
+}  # fmt: skip
+TOOLS = {"tools": [{"type": "function", "function": TOOL}]}
 CHATS = {
     "question": ([ASKED], {}),
     "system": ([SYSTEM, ASKED], {}),
@@ -131,14 +127,12 @@ def test_it_sees_what_transformers_gives(name, chat):
 def test_a_bundle_asks_with_the_ids_of_transformers(toy, toy_model, chat):
     messages, variables = CHATS[chat]
     bundle = Bundle.open(toy)
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_file=str(bundle.tokenizer), **bundle.special_tokens
-    )
+    own = {"tokenizer_file": str(bundle.tokenizer), **bundle.special_tokens}
+    tokenizer = PreTrainedTokenizerFast(**own)
     tokenizer.chat_template = bundle.chat_template.read_text()
-    expected = tokenizer.apply_chat_template(
-        messages, add_generation_prompt=True, **variables
-    )
-    assert toy_model.chat_prompt(messages, **variables) == expected["input_ids"]
+    how = {"add_generation_prompt": True, **variables}
+    expected = tokenizer.apply_chat_template(messages, **how)["input_ids"]
+    assert toy_model.chat_prompt(messages, **variables) == expected
 
 
 @pytest.mark.parametrize("tokens", [{"eos_token": 5}, {"x_token": "a"}, "eos", None])
@@ -169,9 +163,8 @@ def test_of_several_templates_one_is_for_tools():
 
 def test_a_refusal_has_the_templates_words_and_the_roles():
     template = ChatTemplate(TEMPLATES["refusing"], {})
-    said = {"role": "assistant", "content": "a"}
     with pytest.raises(OptionError) as refused:
-        template.render([user_message("a"), said, said])
+        template.render([user_message("a"), SAID, SAID])
     assert str(refused.value) == (
         "the model's chat template refuses these messages (roles must alternate); "
         "their roles are user, assistant, assistant: change them, their order or "
@@ -233,10 +226,10 @@ def test_what_cannot_be_computed_is_one_line(source, monkeypatch):
     assert (str(caught.value).count("\n"), caught.value.field) == (0, "messages")
 
 
-@pytest.mark.parametrize(
+@cases(
     "source",
-    ["{{ " + "(" * 500 + ")" * 500 + " }}", "{% if 1 %}" * 200 + "{% endif %}" * 200,
-     "{{ " + "1" * 5000 + " }}"],
+    "{{ " + "(" * 500 + ")" * 500 + " }}", "{% if 1 %}" * 200 + "{% endif %}" * 200,
+    "{{ " + "1" * 5000 + " }}",
 )  # fmt: skip
 def test_what_cannot_be_compiled_is_one_line(source):
     with pytest.raises(OptionError, match="is broken"):
@@ -250,10 +243,8 @@ def test_a_bound_is_for_one_prompt(monkeypatch):
 
 
 def test_a_long_chat_is_within_the_bounds():
-    messages = [
-        user_message("word " * 400),
-        {"role": "assistant", "content": "x" * 400},
-    ] * 200
+    said = {"role": "assistant", "content": "x" * 400}
+    messages = [user_message("word " * 400), said] * 200
     for source in TEMPLATES.values():
         assert ChatTemplate(source, TOKENS).render(messages, **TOOLS)
 
@@ -266,10 +257,9 @@ def test_the_messages_stay_as_they_are():
 
 
 def test_the_reason_is_one_line_of_safe_text():
+    template = ChatTemplate("{{ raise_exception('a\n\x1b[2J' * 500) }}", {})
     with pytest.raises(OptionError) as caught:
-        ChatTemplate("{{ raise_exception('a\n\x1b[2J' * 500) }}", {}).render(
-            [user_message("")]
-        )
+        template.render([user_message("")])
     assert str(caught.value).isprintable()
     assert len(str(caught.value)) < 400
 
@@ -284,7 +274,6 @@ def test_messages_and_tools_that_are_nested_deeply_are_refused(toy_model):
     value = []
     for _ in range(100_000):
         value = [value]
-    with pytest.raises(OptionError):
-        toy_model.chat_prompt([user_message(value)])
-    with pytest.raises(OptionError):
-        toy_model.chat_prompt([user_message("a")], tools=value)
+    for content, tools in ((value, None), ("a", value)):
+        with pytest.raises(OptionError):
+            toy_model.chat_prompt([user_message(content)], tools=tools)
