@@ -13,7 +13,6 @@ import pytest
 
 from jetdraft import files, manifest, parsing, testing
 from jetdraft.bundle import Bundle, check_pair
-from jetdraft.contracts.step_contract import StepContract
 from jetdraft.errors import BundleError, ContractError, OutputError, PairError
 from jetdraft.manifest import MANIFEST, SCHEMA_VERSION, GraphEntry, Halves, writing
 from tests import cases, manifests
@@ -207,12 +206,7 @@ def zipped(ids: np.ndarray) -> bytes:
     return buffer.getvalue()
 
 
-def make_with_head(
-    folder: Path,
-    ids: np.ndarray | bytes = IDS,
-    head: StepContract = HEAD,
-    **fields: object,
-) -> Path:
+def make_with_head(folder, ids=IDS, head=HEAD, **fields):
     folder.mkdir()
     (folder / "target.onnx").write_text("made")
     write_graph(folder / "drafter.onnx", HEAD, GUESSES)
@@ -252,10 +246,10 @@ def test_a_vocabulary_that_does_not_fit_is_refused(tmp_path, ids):
         Bundle.open(folder)
 
 
-@pytest.mark.parametrize(
-    ("head", "fields"),
-    [(HEAD, {"vocabulary_file": None}), (replace(HEAD, draft_vocab=0), {})],
-)
+@cases(
+    "head, fields",
+    (HEAD, {"vocabulary_file": None}), (replace(HEAD, draft_vocab=0), {}),
+)  # fmt: skip
 def test_a_draft_vocabulary_and_its_file_come_together(tmp_path, head, fields):
     folder = make_with_head(tmp_path / "bundle", head=head, **fields)
     with pytest.raises(BundleError, match="its file come together"):
@@ -367,10 +361,10 @@ def test_failed_writing_leaves_what_was_there(small, failure):
     assert os.listdir(small.parent) == ["bundle"]
 
 
-@pytest.mark.parametrize(
-    ("place", "said"),
-    [("", "is not a bundle"), ("file", "is not a bundle"), ("file/b", "cannot write")],
-)
+@cases(
+    "place, said",
+    ("", "is not a bundle"), ("file", "is not a bundle"), ("file/b", "cannot write"),
+)  # fmt: skip
 def test_what_is_no_bundle_is_not_touched(tmp_path, place, said):
     (tmp_path / "file").write_text("precious")
     with pytest.raises(OutputError, match=said), writing(tmp_path / place):

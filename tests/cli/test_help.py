@@ -1,7 +1,6 @@
 import errno
 import inspect
 import os
-import subprocess
 import sys
 import threading
 import warnings
@@ -9,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, TypedDict
+from typing import Annotated, Any, TypedDict
 from unittest.mock import Mock
 
 import click
@@ -36,9 +35,7 @@ VERBS = [
 ]
 
 
-def commands(
-    command: click.Command, path: str = ""
-) -> Iterator[tuple[str, click.Command]]:
+def commands(command: click.Command, path: str = "") -> Iterator[tuple[str, Any]]:
     if not isinstance(command, click.Group):
         yield path.strip(), command
         return
@@ -177,9 +174,7 @@ def test_what_the_system_refuses_is_one_line(failing, error, said):
 
 
 @cases(
-    "error",
-    OSError("the header was not written"),
-    OSError(errno.EBADF, "Bad descriptor"),
+    "error", OSError("the header is missing"), OSError(errno.EBADF, "Bad descriptor")
 )
 def test_an_error_that_is_no_refusal_keeps_its_traceback(failing, error):
     assert failing(error).exception is error
@@ -250,7 +245,7 @@ signal.signal(signal.SIGTERM, _terminate)
 Finalized()
 time.sleep(30)
 """
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 143
+    assert ended(sys.executable, "-c", code).returncode == 143
 
 
 def test_a_cleanup_that_fails_does_not_hide_the_end_of_a_run():

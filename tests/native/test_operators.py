@@ -1,7 +1,6 @@
 """Operators compute what llama.cpp's types, attention and torch do, in any pass."""
 
 import os
-import subprocess
 import sys
 from copy import copy
 
@@ -19,6 +18,7 @@ from jetdraft.runtime.passes.buffers import run_bound
 from tests import cases
 from tests.native import operators
 from tests.native.operators import Attending, random_matrix, run, run_experts, session
+from tests.programs import ended
 
 SHAPES = ((48, 512), (40, 200), (7, 31))
 SHORT = np.zeros(8, np.uint8)
@@ -178,11 +178,7 @@ def test_an_id_outside_the_vocabulary_is_refused(wrong):
 
 def run_isa(name):
     code = "from jetdraft import native; print(native.isa())"
-    environment = {**os.environ, "JETDRAFT_ISA": name}
-    command = [sys.executable, "-c", code]
-    return subprocess.run(
-        command, env=environment, capture_output=True, text=True, check=False
-    )
+    return ended(sys.executable, "-c", code, env={**os.environ, "JETDRAFT_ISA": name})
 
 
 def test_the_environment_names_the_instructions():
@@ -396,9 +392,8 @@ def delta_rule(heads, key_heads, key, value, gates):
     decay, beta = random.uniform(0, 1, (2, 1, TEXT_ROWS, heads)).astype("f4")
     state = random.standard_normal((1, heads, key, value), "f4")
     kept = np.zeros((1, WIDEST, sum(widths[:2]) + gates * heads), "f4")
-    others = [beta] if gates == 2 else []
-    name = "LinearAttention"
-    return Case(linear_attention, name, [*rows, -decay], [], [state, kept], others)
+    how = [*rows, -decay], [], [state, kept], [beta] if gates == 2 else []
+    return Case(linear_attention, "LinearAttention", *how)
 
 
 def convolution(channels, size, has_bias):
@@ -408,9 +403,8 @@ def convolution(channels, size, has_bias):
         for shape in ((1, TEXT_ROWS, channels), (size, channels), channels)
     )
     state = random.standard_normal((1, size - 1 + WIDEST, channels), "f4")
-    others = [bias] if has_bias else []
-    name = "CausalConvolution"
-    return Case(causal_convolution, name, [rows], [weights], [state], others)
+    how = [rows], [weights], [state], [bias] if has_bias else []
+    return Case(causal_convolution, "CausalConvolution", *how)
 
 
 @pytest.fixture(params=CASES)
@@ -435,9 +429,8 @@ def test_no_bit_depends_on_passes_or_threads(case, way, threads):
 @pytest.mark.parametrize("counts", [(17, 1), (-1, 1), (0, 4), (0, -1)])
 def test_rows_that_do_not_fit_are_refused(case, counts):
     inputs = case.inputs(slice(0, 3), case.states, counts)
-    with pytest.raises(
-        Exception, match=r"state_rows are -?\d+ and -?\d+, in a pass of 3"
-    ):
+    said = r"state_rows are -?\d+ and -?\d+, in a pass of 3"
+    with pytest.raises(Exception, match=said):
         case.compute(inputs, 1)
 
 

@@ -22,6 +22,7 @@ from jetdraft.quant.choice import (
 from jetdraft.quant.divergence import Divergence, Windows, own_attention, second_moments
 from jetdraft.recipe import HEAD, RUNGS, Recipe
 from tests import cases, tiny
+from tests.conftest import Pair
 from tests.programs import assert_refused, succeed
 from tests.programs import jetdraft as command
 from tools.recipes.quality import compare
@@ -57,10 +58,11 @@ def test_units_are_the_layers_and_the_head(sensitivity):
     assert list(units[HEAD]) == ["lm_head.weight"]
 
 
-def eight_bits(values, size):
-    blocks = values.detach().numpy().reshape(-1, size)
+def rounded_inputs(module, inputs):
+    """Before `module`: its inputs in 8 bits."""
+    blocks = inputs[0].detach().numpy().reshape(-1, INT8.block_size)
     steps = np.abs(blocks).max(1, keepdims=True) / 127
-    return torch.from_numpy(np.rint(blocks / steps) * steps).reshape(values.shape)
+    return torch.from_numpy(np.rint(blocks / steps) * steps).reshape(inputs[0].shape)
 
 
 def test_kl_is_that_of_quantized_weights_and_inputs(sensitivity):
@@ -73,11 +75,7 @@ def test_kl_is_that_of_quantized_weights_and_inputs(sensitivity):
             stored[module] = module.weight.data
             floats = quantize(module.weight.data.numpy().T, INT8, None).floats
             module.weight.data = torch.from_numpy(floats.T.copy())
-            hooks.append(
-                module.register_forward_pre_hook(
-                    lambda module, inputs: (eight_bits(inputs[0], INT8.block_size),)
-                )
-            )
+            hooks.append(module.register_forward_pre_hook(rounded_inputs))
     logs = model(ids).logits.log_softmax(-1)
     for hook in hooks:
         hook.remove()
@@ -169,11 +167,8 @@ def test_an_export_with_a_limit_writes_the_mix(folder, tmp_path):
     assert recipe.raised or recipe.head
     assert bundle.target.quantization["kl"] <= 0.01
     nodes = onnx.load(tmp_path / "bundle/target.onnx", load_external_data=False).graph
-    bits = [
-        next(a.i for a in node.attribute if a.name == "bits")
-        for node in nodes.node
-        if node.op_type == "MatMulNBits"
-    ]
+    products = [node for node in nodes.node if node.op_type == "MatMulNBits"]
+    bits = [a.i for node in products for a in node.attribute if a.name == "bits"]
     for layer, found in enumerate(np.array(bits[:-1]).reshape(3, 4)):
         assert set(found) == {8 if layer in recipe.raised else 4}
     assert bits[-1] == (8 if recipe.head == "int8" else 4)
@@ -333,19 +328,13 @@ def test_smaller_blocks_where_eight_bits_are_not_enough(finest):
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("ladder")
-    configs = {"target": tiny.llama_config(), "drafter": tiny.drafter_config()}
-    return {
-        name: Checkpoint.load(
-            str(tiny.save_checkpoint(folder / name, config)), torch.float32
-        )
-        for name, config in configs.items()
-    }
+def both(pair):
+    checkpoints = (Checkpoint.load(str(path), torch.float32) for path in pair)
+    return Pair(*checkpoints)
 
 
-def test_a_model_writes_its_own_text(pair):
-    target, before, steps = pair["target"], torch.random.get_rng_state(), []
+def test_a_model_writes_its_own_text(both):
+    target, before, steps = both.target, torch.random.get_rng_state(), []
     text = sample_text(target, lambda done, total: steps.append((done, total)))
     assert steps[-1] == (REPLY_TOKENS, REPLY_TOKENS)
     assert text.ids.shape[0] == len(QUESTIONS)
@@ -360,8 +349,8 @@ def test_a_model_writes_its_own_text(pair):
     assert chosen.mean() > uniform + 0.1, "more likely than random tokens"
 
 
-def test_only_the_scored_tokens_are_compared(pair):
-    target, text = pair["target"].model, sample_text(pair["target"])
+def test_only_the_scored_tokens_are_compared(both):
+    target, text = both.target.model, sample_text(both.target)
     recipe = Recipe("int4", 16)
     with own_attention(target):
         kl = Divergence(target, text, {}).mean_kl(recipe)
@@ -372,14 +361,10 @@ def test_only_the_scored_tokens_are_compared(pair):
         assert whole.mean_kl(recipe) != kl > 0
 
 
-def test_overlap_is_the_acceptance_of_sampled_drafts(pair):
-    text = sample_text(pair["target"])
-    models = {}
-    for name, checkpoint in pair.items():
-        with own_attention(checkpoint.model):
-            models[name] = Divergence(checkpoint.model, text, {})
-    target, drafter, floats = models["target"], models["drafter"], Recipe("none")
-    with own_attention(target.model), own_attention(drafter.model):
+def test_overlap_is_the_acceptance_of_sampled_drafts(both):
+    text, floats = sample_text(both.target), Recipe("none")
+    with own_attention(both.target.model), own_attention(both.drafter.model):
+        target, drafter = (Divergence(each.model, text, {}) for each in both)
         assert target.overlap(floats, target) == pytest.approx(1.0, abs=1e-5)
         p, q = (torch.cat(m._logprobs).exp() for m in (target, drafter))
         expected = float(torch.minimum(p, q).sum(-1).mean())

@@ -352,11 +352,8 @@ async def test_clients_take_turns():
 @story
 async def test_a_queue_and_waiting_have_an_end(most, seconds, waiting, words, status):
     queue, log, hold = RequestQueue(["m"], most, seconds), [], asyncio.Event()
-    holder, others = (
-        take(queue, "a", log, hold=hold),
-        (take(queue, w, log) for w in waiting),
-    )
-    tasks = await start(holder, *others)
+    holder = take(queue, "a", log, hold=hold)
+    tasks = await start(holder, *(take(queue, name, log) for name in waiting))
     with pytest.raises(RequestError, match=words) as refused:
         await take(queue, "c", log)
     assert refused.value.status == status

@@ -83,12 +83,9 @@ def schemas(count):
         if kind == 5:
             return {"type": "array", "items": schema(depth - 1), "maxItems": 2}
         names = [f"{name}{i}" for i in range(random.integers(1, 4))]
-        return {
-            "type": "object",
-            "properties": {name: schema(depth - 1) for name in names},
-            "required": names[: random.integers(0, len(names) + 1)],
-            "additionalProperties": False,
-        }
+        properties = {name: schema(depth - 1) for name in names}
+        required = names[: random.integers(0, len(names) + 1)]
+        return {**record(**properties), "required": required}
 
     return [schema(2) for _ in range(count)]
 
@@ -129,14 +126,10 @@ def test_beside_penalties_biases_stops_and_logprobs(model):
 
 
 def test_another_verifier_keeps_the_constraint(model):
-    drawn = {
-        "tree": "k-ary", "branching": [1, 1, 1], "siblings": "with-replacement",
-        "verifier": "rejection",
-    }  # fmt: skip
-    found = model.generate(
-        "a", json_schema=ROBOT, temperature=0.9, seed=2, max_new_tokens=150,
-        method="draft", drafting=drawn, exact=False,
-    )  # fmt: skip
+    drawn = {"siblings": "with-replacement", "verifier": "rejection"}
+    drawn |= {"tree": "k-ary", "branching": [1, 1, 1]}
+    how = {"method": "draft", "drafting": drawn, "exact": False, **WAYS[0]}
+    found = model.generate("a", temperature=0.9, seed=2, max_new_tokens=150, **how)
     assert holds(WAYS[0], found.text)
 
 
@@ -296,9 +289,7 @@ class Trapped(Proposer):
 
 
 @pytest.mark.parametrize("states", [60, 200])
-def test_a_limit_below_a_rejected_draft_does_not_end_the_text(
-    model, monkeypatch, states
-):
+def test_a_limit_below_a_rejected_draft_ends_no_text(model, monkeypatch, states):
     monkeypatch.setattr("jetdraft.runtime.text.constraint.MAX_STATES", states)
     [x] = model.parts.text.encode("x")
     trap = model.parts.text.encode("y" + "a" * 9)
@@ -349,9 +340,7 @@ def test_twins_share_what_was_read_of_the_vocabulary(model):
     assert model.twin().vocabulary is model.vocabulary
 
 
-def test_without_a_tokenizer_or_an_end_nothing_can_be_constrained(
-    tmp_path, monkeypatch
-):
+def test_nothing_is_constrained_without_tokenizer_or_end(tmp_path, monkeypatch):
     with pytest.raises(OptionError, match="no tokenizer"):
         Vocabulary(None, 300, [0])
     file = save_tokenizer(tmp_path) / "tokenizer.json"
