@@ -1,4 +1,5 @@
 import json
+import re
 import shutil
 from collections import Counter
 from itertools import pairwise
@@ -210,7 +211,7 @@ def test_a_count_that_is_no_part_is_refused(pair, tmp_path, count):
     )
     assert result.exit_code == 2
     error = result.stderr.splitlines()[-1]
-    assert error.startswith(f"error: a draft vocabulary of {count} tokens")
+    assert re.match(f"error: (a draft vocabulary of|draft vocab) {count} ", error)
     assert not (tmp_path / "bundle").exists()
 
 
