@@ -25,8 +25,8 @@ COMMON = {
 
 
 @pytest.fixture(scope="module")
-def target(tmp_path_factory) -> Path:
-    return save_checkpoint(tmp_path_factory.mktemp("cli") / "target", llama_config())
+def target(pair) -> Path:
+    return pair.target
 
 
 @pytest.fixture
@@ -83,17 +83,12 @@ def test_ctrl_c_saves_and_says_how_to_go_on(target, text, tmp_path):
     assert (output / "training.pt").is_file()
 
 
-def test_a_trigram_table_is_counted_and_used(bundle, tmp_path):
-    corpus = tmp_path / "corpus.txt"
-    corpus.write_text("def self return the " * 40)
+def test_a_trigram_table_is_counted_and_used(bundle, text, tmp_path):
     table = tmp_path / "table.npz"
-    done = succeed("train", "trigram", corpus, "--bundle", bundle, "-o", table)
+    done = succeed("train", "trigram", text, "--bundle", bundle, "-o", table)
     assert "pairs" in done.stderr
-    succeed(
-        "generate", bundle, "-p", " the self", "--method", "trigram",
-        "--drafting", f"table={table}",
-        "--max-new-tokens", "8", "--threads", "1",
-    )  # fmt: skip
+    how = ("--method", "trigram", "--drafting", f"table={table}")
+    succeed("generate", bundle, "-p", " the self", *how, "-n", 8, "--threads", 1)
 
 
 @cases(
@@ -111,12 +106,10 @@ def test_a_bad_corpus_leaves_no_table(bundle, tmp_path, name, content, words):
     assert not list(tmp_path.glob("table*"))
 
 
-def test_a_table_replaces_no_file(bundle, tmp_path):
-    corpus = tmp_path / "corpus.txt"
-    corpus.write_text(" the self" * 9)
-    done = jetdraft("train", "trigram", corpus, "--bundle", bundle, "-o", corpus)
+def test_a_table_replaces_no_file(bundle, text):
+    done = jetdraft("train", "trigram", text, "--bundle", bundle, "-o", text)
     assert_refused(done, "exists; choose another file")
-    assert corpus.read_text().startswith(" the")
+    assert text.read_text().startswith("for self")
 
 
 def test_an_acceptance_head_is_learned_and_used(bundle, tmp_path):

@@ -23,16 +23,14 @@ PROMPT = np.random.default_rng(3).integers(0, 288, 30).tolist()
 CPU = PROVIDERS["cpu"].full
 BEST = {"tree": "best"}
 WAYS = [
-    {"method": "none"},
-    {"method": "lookup"},
+    {"method": "none"}, {"method": "lookup"}, {"method": "auto"},
     {"method": "draft", "num_draft_tokens": 4},
     {"method": "draft", "drafting": BEST, "num_draft_tokens": 6},
-    {"method": "auto"},
     {"method": "draft", "temperature": 0.9, "seed": 3},
     {"method": "lookup", "temperature": 1.2, "seed": 5, "top_p": 0.95},
     {"method": "draft", "num_draft_tokens": 7, "max_new_tokens": 286},
     {"method": "draft", "exact": False, "drafting": BEST, "num_draft_tokens": 6},
-]
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module", params=["cuda", "tensorrt"])
@@ -69,9 +67,8 @@ def test_a_bundle_for_a_gpu_is_fp16(placed):
     assert placed.target.contract.dtype == "float16"
     assert placed.drafter.contract.dtype == "float32"
     assert placed.drafter_provider == "cpu"
-    assert (
-        placed.flavour == {"cuda": "contrib", "tensorrt": "standard"}[placed.provider]
-    )
+    flavours = {"cuda": "contrib", "tensorrt": "standard"}
+    assert placed.flavour == flavours[placed.provider]
 
 
 def test_the_text_is_that_of_the_cpu(placed, pretended):
@@ -138,9 +135,8 @@ def test_a_new_size_runs_eagerly_first():
     def number(key):
         return captures.run_options(key).get_run_config_entry("gpu_graph_id")
 
-    assert [number(key) for key in ("a", "b", "a", "b", "a", None)] == [
-        *("-1", "-1", "1", "2", "1", "-1")
-    ]
+    numbers = [int(number(key)) for key in ("a", "b", "a", "b", "a", None)]
+    assert numbers == [-1, -1, 1, 2, 1, -1]
 
 
 def test_trees_that_round_otherwise_are_not_exact(placed, pretended):
