@@ -6,7 +6,6 @@ import os
 import platform
 import re
 import shutil
-import subprocess
 import sys
 import tarfile
 import tomllib
@@ -22,9 +21,7 @@ from jetdraft.errors import OptionError
 from jetdraft.runtime.proposers.drafter_methods import DraftOptions
 from tests import cases
 from tests.documents import BOARD, blocks
-from tests.programs import printed, python, refused_option
-
-ROOT = Path(__file__).parents[1]
+from tests.programs import ROOT, ended, printed, python, refused_option
 
 
 def error_classes() -> set[type[Exception]]:
@@ -37,13 +34,8 @@ def error_classes() -> set[type[Exception]]:
 
 def test_all_is_what_is_public():
     tree = ast.parse(Path(jetdraft.__file__).read_text())
-    typed = [
-        alias.asname
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom)
-        for alias in node.names
-        if alias.asname
-    ]
+    imports = (node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom))
+    typed = [each.asname for node in imports for each in node.names if each.asname]
     typed += [error.__name__ for error in error_classes()]  # with a star
     assert sorted(typed) == jetdraft.__all__ == dir(jetdraft)
     assert all(callable(getattr(jetdraft, name)) for name in jetdraft.__all__)
@@ -191,12 +183,10 @@ def refused(tmp_path_factory) -> set[str]:
     file.write_text(HEAD + "".join(f"    {call}\n" for call in calls))
     command = [
         sys.executable, "-m", "mypy", "--strict", "--follow-imports", "silent",
-        "--config-file", "", "--cache-dir", str(folder / "cache"), str(file),
+        "--config-file", "", "--cache-dir", folder / "cache", file,
     ]  # fmt: skip
-    done = subprocess.run(
-        command, capture_output=True, text=True, check=False, cwd=folder,
-        env={"MYPYPATH": str(Path(jetdraft.__file__).parents[1])},
-    )  # fmt: skip
+    path = str(Path(jetdraft.__file__).parents[1])
+    done = ended(*command, cwd=folder, env={"MYPYPATH": path})
     assert done.returncode == 1, done.stdout + done.stderr
     lines = re.findall(r"^caller\.py:(\d+): error:", done.stdout, re.MULTILINE)
     return {calls[int(line) - 1 - HEAD.count("\n")] for line in lines}
@@ -206,25 +196,22 @@ def test_mypy_reports_wrong_calls_and_lets_right_calls_pass(refused):
     assert refused == set(WRONG)
 
 
-def run(call: str, model: jetdraft.Model, bundle: Path) -> None:
+async def run(call: str, model: jetdraft.Model, bundle: Path) -> None:
+    """Within a loop, as `astream` needs it."""
     names = {"Options": jetdraft.Options, "Pool": jetdraft.Pool, "jetdraft": jetdraft}
     names |= {"DraftOptions": DraftOptions, "model": model, "bundle": str(bundle)}
-    asyncio.run(_within_a_loop(call, names))
-
-
-async def _within_a_loop(call: str, names: dict[str, object]) -> None:
     eval(call, names)
 
 
 @pytest.mark.parametrize("call", RIGHT)
 def test_a_right_call_runs(model, toy, call):
-    run(call, model, toy)
+    asyncio.run(run(call, model, toy))
 
 
 @pytest.mark.parametrize("call", WRONG)
 def test_a_wrong_call_is_refused_at_run_time(model, toy, call):
     with pytest.raises((OptionError, TypeError)):
-        run(call, model, toy)
+        asyncio.run(run(call, model, toy))
     with model.parts.claim.held():
         pass
 
@@ -295,12 +282,9 @@ def test_options_are_the_same_as_their_fields(model, door):
 
 @cases(
     "part, value",
-    ("sampling", 5),
-    ("penalties", None),
-    ("drafting", {"tree": "best"}),
-    ("ending", "soon"),
-    ("constraint", "[a]+"),
-)
+    ("sampling", 5), ("penalties", None), ("drafting", {"tree": "best"}),
+    ("ending", "soon"), ("constraint", "[a]+"),
+)  # fmt: skip
 def test_a_part_of_another_type_is_refused(part, value):
     with refused_option(f"{part} must be a ", part):
         jetdraft.Options(**{part: value})
@@ -423,17 +407,11 @@ def test_the_guide_to_a_board_installs_the_wheel_alone(wheel, tmp_path):
     shutil.copy(wheel, home)
     (home / "bin").mkdir()
     (home / "bin/python3").symlink_to(sys.executable)
-    printed(
-        *("bash", "-c", ONE_USER + board.replace("/opt/jetdraft", str(opt))),
-        cwd=home,
-        env={
-            **{n: v for n, v in os.environ.items() if n != "PYTHONPATH"},
-            "OPT": str(opt),
-            "PATH": f"{home / 'bin'}:{os.environ['PATH']}",
-            "PIP_NO_DEPS": "1",
-            "PIP_NO_INDEX": "1",
-        },
-    )
+    where = {n: v for n, v in os.environ.items() if n != "PYTHONPATH"}
+    where |= {"OPT": str(opt), "PATH": f"{home / 'bin'}:{os.environ['PATH']}"}
+    where |= dict.fromkeys(("PIP_NO_DEPS", "PIP_NO_INDEX"), "1")
+    lines = ONE_USER + board.replace("/opt/jetdraft", str(opt))
+    printed("bash", "-c", lines, cwd=home, env=where)
     assert (opt / "bundles/mine").is_dir()
     [package] = opt.glob("venv/lib/python3*/site-packages/jetdraft")
     assert (package / "server/page.html").is_file()
@@ -441,10 +419,8 @@ def test_the_guide_to_a_board_installs_the_wheel_alone(wheel, tmp_path):
 
 
 def resolve(project, **environment):
-    return subprocess.run(
-        [sys.executable, ROOT / "scripts/resolve", project],
-        env={**os.environ, **environment}, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    command = sys.executable, ROOT / "scripts/resolve", project
+    return ended(*command, env={**os.environ, **environment})
 
 
 def written(folder, package, extra="some"):

@@ -4,13 +4,11 @@ import os
 import platform
 import re
 import runpy
-import shutil
-import subprocess
 import sys
 from functools import cache
 from importlib.metadata import distribution
 from pathlib import Path
-from shutil import which
+from shutil import copy, copytree, which
 
 import onnx
 import pytest
@@ -20,10 +18,10 @@ from jetdraft.cli.doctor import examine
 from jetdraft.runtime.passes import session as sessions
 from tests import cases
 from tests.fuzz.damages import hash_again
-from tests.programs import assert_refused, jetdraft, printed, succeed
+from tests.programs import ROOT, assert_refused, jetdraft, printed, succeed
 from tests.tiny import exported
 
-SETUP = runpy.run_path(str(Path(__file__).parents[2] / "setup.py"))
+SETUP = runpy.run_path(str(ROOT / "setup.py"))
 FLAGS, FOLDER, SOURCES = (SETUP[name] for name in ("FLAGS", "FOLDER", "SOURCES"))
 PROGRAM, LOADER, EMULATOR = (
     Path(__file__).with_name(n) for n in ("agreement.cpp", "load.c", "emulated.h")
@@ -49,7 +47,7 @@ def compiled(folder, architecture, **changed):
 
 
 def zig(*arguments):
-    subprocess.run([sys.executable, "-m", "ziglang", *arguments], check=True)
+    printed(sys.executable, "-m", "ziglang", *arguments)
 
 
 def agreeing(*command):
@@ -133,13 +131,13 @@ def make(pair, once, recipe, kernel=None):
 
 def test_a_clone_finds_the_installed_library(tmp_path):
     """Python in a clone imports its files, which have no library beside them."""
-    module = shutil.copy(native.__file__, tmp_path)
+    module = copy(native.__file__, tmp_path)
     assert runpy.run_path(module)["LIBRARY"].samefile(native.LIBRARY)
 
 
 @pytest.fixture
 def own(packed, tmp_path):
-    return shutil.copytree(packed, tmp_path / "bundle")
+    return copytree(packed, tmp_path / "bundle")
 
 
 @pytest.fixture(params=["missing", "empty", "another processor's", "unknown"])
@@ -148,8 +146,8 @@ def fault(request, tmp_path, monkeypatch):
     content, said = {
         "missing": (None, "No such file"),
         "empty": (b"", "file too short"),
+        # The number of the machine in the header of an ELF file is another's.
         "another processor's": (
-            # The number of the machine in the header of an ELF file.
             whole[:18] + b"\xf3\0" + whole[20:],
             "cannot open shared object file",
         ),

@@ -18,13 +18,11 @@ from tools.forecast.forecast import Fate, forecast, forecasts
 from tools.forecast.kernel_table import TABLES, KernelTable
 
 KINDS = ("cpu", "cuda", "webgpu", "tensorrt")
-CONTRIB_OPERATORS = {
-    "com.microsoft.GatherBlockQuantized",
-    "com.microsoft.GroupQueryAttention",
-    "com.microsoft.MatMulNBits",
-    "com.microsoft.SkipSimplifiedLayerNormalization",
-}
 ATTENTION = {"com.microsoft.GroupQueryAttention"}
+CONTRIB_OPERATORS = ATTENTION | {
+    "com.microsoft.GatherBlockQuantized", "com.microsoft.MatMulNBits",
+    "com.microsoft.SkipSimplifiedLayerNormalization",
+}  # fmt: skip
 REFUSED = {
     ("cpu", "cuda"): ATTENTION,  # fp32
     ("cpu", "webgpu"): ATTENTION,  # branches would get other positions
@@ -106,12 +104,8 @@ def test_webgpu_captures_chains_only(bundles):
     by_file = {one.file: one for one in forecasts(bundles["webgpu"], "webgpu")}
     assert by_file["target.onnx"].no_capture == ""
     assert "bias" in by_file["target-tree.onnx"].no_capture
-    wrong = [
-        verdict
-        for one in forecasts(bundles["cuda"], "webgpu")
-        for verdict in one.refused
-        if verdict.fate == Fate.WRONG
-    ]
+    refused = [v for one in forecasts(bundles["cuda"], "webgpu") for v in one.refused]
+    wrong = [verdict for verdict in refused if verdict.fate == Fate.WRONG]
     assert wrong
     assert all("position_ids" in verdict.reason for verdict in wrong)
 
@@ -136,17 +130,16 @@ def test_types_and_versions_decide(tmp_path):
     [refused] = forecast(file, "cuda").refused
     assert "is int8, the kernel takes" in refused.reason
     model = onnx.load(file)
-    model.graph.input[0].type.tensor_type.elem_type = TensorProto.FLOAT
-    model.graph.output[0].type.tensor_type.elem_type = TensorProto.FLOAT
+    for value in (model.graph.input[0], model.graph.output[0]):
+        value.type.tensor_type.elem_type = TensorProto.FLOAT
     onnx.save(model, file)
     assert forecast(file, "cuda").refused == []
 
 
 def test_what_chooses_at_run_time_cannot_be_captured(tmp_path):
     value = helper.make_tensor_value_info("z", TensorProto.FLOAT, [2, 2])
-    part = helper.make_graph(
-        [helper.make_node("Relu", ["x"], ["z"])], "branch", [], [value]
-    )
+    relu = helper.make_node("Relu", ["x"], ["z"])
+    part = helper.make_graph([relu], "branch", [], [value])
     true = numpy_helper.from_array(np.array(True), "yes")
     node = helper.make_node("If", ["yes"], ["y"], then_branch=part, else_branch=part)
     one = forecast(graph(tmp_path, node, constants=[true]), "cuda")

@@ -3,10 +3,8 @@ import json
 import shutil
 import subprocess
 import sys
-import time
 from functools import partial
 from importlib.util import find_spec
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,8 +12,10 @@ import pytest
 import jetdraft as package
 from jetdraft import Bundle, DataError
 from jetdraft.cli.console import ProgressBars
-from tests.programs import assert_refused, jetdraft
+from tests import cases
+from tests.programs import ROOT, assert_refused, jetdraft, succeed
 from tests.quant.test_sensitivity import TEXT
+from tests.server.serving import until
 from tests.tiny import llama_config, save_checkpoint, tokenizer
 from tools.recipes.__main__ import main as command
 from tools.recipes.bars import bars
@@ -75,9 +75,7 @@ def test_the_unquantized_model_is_its_own_measure(report):
 
 def test_bits_cost_bytes_and_save_quality(report):
     rows = {row["recipe"]: row for row in report[0]["rows"]}
-    four, eight, gptq = (
-        rows[name] for name in ("int4-rtn-b32", "int8-rtn-b32", "int4-gptq-b32")
-    )
+    four, gptq, eight = (rows[name] for name in RECIPES.split(","))
     assert four["bytes"] < eight["bytes"] < rows["none"]["bytes"]
     assert eight["kl_mean"] < 0.1 * four["kl_mean"]
     assert eight["top1_agreement"] > four["top1_agreement"]
@@ -98,21 +96,18 @@ def test_every_combination_of_a_pair(report):
     assert all(pair["speedup"] > 0 for pair in pairs)
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (("--recipes", "int4-b31"), "unknown block size 31"),
-        (("--drafter-recipes", "int9"), "unknown quantization 'int9'"),
-        (("--drafter-recipes", "int4"), "give --drafter too"),
-        (("--text", "nothing.txt"), "no file at nothing.txt"),
-        (("--calibration", "nothing.txt"), "no file at nothing.txt"),
-        (("--output", "no/where"), "its folder is missing"),
-    ],
+@cases(
+    "option, value, said",
+    ("--recipes", "int4-b31", "unknown block size 31"),
+    ("--drafter-recipes", "int9", "unknown quantization 'int9'"),
+    ("--drafter-recipes", "int4", "give --drafter too"),
+    ("--text", "nothing.txt", "no file at nothing.txt"),
+    ("--calibration", "nothing.txt", "no file at nothing.txt"),
+    ("--output", "no/where", "its folder is missing"),
 )
-def test_bad_input_is_refused(pair, tmp_path, options, said):
-    given = {"--output": tmp_path / "out", options[0]: options[1]}
-    flat = [part for option in given.items() for part in option]
-    assert_refused(recipes(pair.target, *flat), said)
+def test_bad_input_is_refused(pair, tmp_path, option, value, said):
+    out = ("--output", tmp_path / "out") if option != "--output" else ()
+    assert_refused(recipes(pair.target, *out, option, value), said)
     assert not (tmp_path / "out").exists()
 
 
@@ -138,8 +133,7 @@ def test_without_a_text_the_model_writes_one(pair, report, tmp_path):
     out = shutil.copy(report[2] / "out.json", tmp_path / "out")
     twice = "int8-gptq-b32,none,int8-gptq-b32"
     how = ("--recipes", twice, "--output", out, "--threads=1")
-    result = recipes(pair.drafter, *how)
-    assert result.exit_code == 0, result.stderr
+    succeed(pair.drafter, *how, command=command)
     found = json.loads(out.read_text())
     assert found["text"] == "a text of the model"
     assert [row["recipe"] for row in found["rows"]] == ["none", "int8-gptq-b32"]
@@ -149,11 +143,8 @@ def test_without_a_text_the_model_writes_one(pair, report, tmp_path):
 def test_a_run_that_is_ended_leaves_nothing(pair, tmp_path):
     started = [sys.executable, "-m", "tools.recipes", str(pair.target)]
     started += ["--recipes", "int4", "--output", str(tmp_path / "out")]
-    process = subprocess.Popen(started, cwd=Path(__file__).parents[2])
-    end = time.monotonic() + 60
-    while not list(tmp_path.iterdir()):
-        assert time.monotonic() < end
-        time.sleep(0.05)
+    process = subprocess.Popen(started, cwd=ROOT)
+    until(lambda: [*tmp_path.iterdir()])
     process.terminate()
     assert process.wait(60) == 143
     assert list(tmp_path.iterdir()) == []
@@ -188,32 +179,27 @@ def test_each_line_has_the_best_comparable_recipe():
 
 
 def test_what_is_alone_is_not_compared():
-    for rows, lines in (
-        ([row("none", 8, 0.0, 1.0, (1.0,) * 4)], []),
-        (
-            [row("int4-rtn-b32", 100, 0.04, 0.9, (4.0,) * 4)],
-            ["best int4: int4-rtn-b32"],
-        ),
-    ):
-        assert bars(Report("t", None, "x", rows)) == lines
+    floats = row("none", 8, 0.0, 1.0, (1.0,) * 4)
+    four_bits = row("int4-rtn-b32", 100, 0.04, 0.9, (4.0,) * 4)
+    for alone, lines in (floats, []), (four_bits, ["best int4: int4-rtn-b32"]):
+        assert bars(Report("t", None, "x", [alone])) == lines
 
 
-@pytest.mark.parametrize(
-    ("rises", "front"),
-    [(False, [(0.01, 400.0), (0.05, 200.0), (0.1, 100.0)]), (True, [(0.01, 400.0)])],
-)
-def test_the_front_has_the_points_that_no_point_beats(rises, front):
-    assert Panel("MB", POINTS, rises).front() == front
+def test_the_front_has_the_points_that_no_point_beats():
+    front = [(0.01, 400.0), (0.05, 200.0), (0.1, 100.0)]
+    assert Panel("MB", POINTS, rises=False).front() == front
+    assert Panel("MB", POINTS, rises=True).front() == front[:1]
 
 
 def test_a_picture_names_each_point_once(tmp_path, monkeypatch):
     figure = pytest.importorskip("matplotlib.figure").Figure
     drawn, save = [], figure.savefig
-    monkeypatch.setattr(
-        figure,
-        "savefig",
-        lambda self, *a, **k: (drawn.append(self), save(self, *a, **k)),
-    )
+
+    def seen(picture, *arguments, **options):
+        drawn.append(picture)
+        save(picture, *arguments, **options)
+
+    monkeypatch.setattr(figure, "savefig", seen)
     panels = [Panel("MB", POINTS, False), Panel("speed-up", POINTS, True)]
     draw_points(tmp_path / "front.png", panels, "mean KL")
     (picture,) = drawn
