@@ -225,7 +225,7 @@ REFUSED = [
     *(("stream", {"prune_threshold": p}, "out of range") for p in (-0.1, 1.5, "x")),
     ("stream", {"prune_threshold": [0.1]}, "give a number or a text"),
     ("stream", {"prune_threshold": 0.1, "branching": [2], **DRAWN}, "that was pruned"),
-    ("ppd", {"rows": 16}, "a tree of 16 rows is wider than a pass"),
+    ("ppd", {"rows": 16}, "rows 16 is out of range; give 1 to 15"),
     ("ppd", {"slots": 1}, "slots 1 is out of range; give 2 to 1024"),
     ("ppd", {"rows": 3, "tree": "chain"}, "rows is for sparse trees only"),
 ]
