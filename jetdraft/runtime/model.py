@@ -324,6 +324,8 @@ class Model:
 
     def fitted(self, tools: Tools) -> Tools:
         """Return `tools` with the format of calls in the chat template."""
+        if not isinstance(tools, Tools):
+            raise OptionError("tools must be Tools; give Tools([...])", "tools")
         form, lark = CallFormat.of(self.template.source), self.parts.text.to_lark
         return replace(tools, format=form, lark=lark)
 

@@ -371,7 +371,7 @@ def test_a_plan_has_the_rows_of_the_runtime(both):
         image = picture(20, height, width)
         assert model.encode_image(image)
         assert work.rows == pictures._filled, (height, width)
-        ids, tiles = model.parts.place_pictures([model.parts.picture_token], [image])
+        ids, tiles = model.parts.place_pictures([model.parts.picture_place], [image])
         assert work.rows == ids.count(model.parts.picture_token)
         assert work.passes == len(tiles[0].pixels)
     assert encoder.work[0].gflop > 0
@@ -502,9 +502,11 @@ def test_files_are_read_as_transformers_reads_them(tmp_path):
 
 
 BAD = {
-    "cannot be read": [b"", b"no picture", encoded(Image.fromarray(picture(0)))[:999]],
+    "cannot be read .it is not an image": [b"", b"no picture"],
+    "cannot be read": [encoded(Image.fromarray(picture(0)))[:999]],
     "at most": [encoded(Image.new("1", (1 << 14, 1 + MAX_PIXELS // (1 << 14))))],
-    "No such file": ["/no/such.png"],
+    "more than": [encoded(Image.new("1", (20_000, 20_000)))],
+    "/no/such.png: No such file": ["/no/such.png"],
     "must be uint8": [np.zeros((2, 2, 4), np.uint8), np.zeros((2, 2, 3))],
     "is not an image": [7],
 }
@@ -525,6 +527,10 @@ def test_prompts_without_room_or_places_are_refused(both, toy_model):
         model.chat(many)
     with pytest.raises(OptionError, match="reads no images"):
         toy_model.generate("the", images=[picture(7)])
+    with pytest.raises(OptionError, match="images must be a list"):
+        toy_model.generate("the", images="meter.jpg")
+    with pytest.raises(OptionError, match="tools must be Tools"):
+        toy_model.chat(asked(text_of("the")), tools=[{"type": "function"}])
 
 
 def test_graphs_of_the_standard_flavour_read_images(tmp_path):

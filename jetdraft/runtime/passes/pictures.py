@@ -79,13 +79,21 @@ def read_picture(given: object) -> npt.NDArray[np.uint8]:
             return np.array(exif_transpose(image).convert("RGB"))
     except OptionError:
         raise
+    except pillow.DecompressionBombError as error:
+        fact = f"the image has more than {MAX_PIXELS} pixels"
+        raise _refusal(fact, "make it smaller") from error
     except Exception as error:  # a damaged file may raise anything
-        fact = f"the image cannot be read ({reason_of(error)})"
+        name = f"{given}: " if isinstance(given, (str, Path)) else ""
+        is_other = isinstance(error, pillow.UnidentifiedImageError)
+        reason = "it is not an image" if is_other else reason_of(error)
+        fact = f"the image cannot be read ({name}{reason})"
         raise _refusal(fact, f"give a file in {', '.join(FORMATS)}") from error
 
 
 def read_pictures(images: Sequence[object]) -> tuple[npt.NDArray[np.uint8], ...]:
     """Read several pictures, of at most `MAX_PIXELS` in all; raises `OptionError`."""
+    if isinstance(images, (str, bytes)):
+        raise _refusal("images must be a list", "write images=[...]")
     pictures, pixels = list[npt.NDArray[np.uint8]](), 0
     for image in images:
         pictures.append(read_picture(image))
