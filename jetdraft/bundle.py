@@ -203,6 +203,11 @@ class Vision:
     frequencies: tuple[float, ...] = ()
     axes: tuple[Annotated[int, in_range(0, 2)], ...] = ()
 
+    @property
+    def place(self) -> str:
+        """The text of a whole picture in a prompt."""
+        return self.text["place"] or self.token
+
     def check(self, contract: StepContract) -> None:
         """Raise `ValueError` for fields that contradict each other or `contract`."""
         turns, (fewest, most) = contract.turn_size, self.tiles

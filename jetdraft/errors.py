@@ -124,7 +124,8 @@ def as_error(
 ) -> Iterator[None]:
     """Raise a `kind` for one of the `causes` in the block: fact, reason and fix.
 
-    `Exception` is any but jetdraft's own. An `OptionError` has the `field`.
+    As a cause, `Exception` leaves jetdraft's own errors out. An `OptionError` names the
+    `field`.
 
         with as_error(OutputError, OSError, f"cannot write {file}", "free some space"):
             file.write_bytes(data)

@@ -171,6 +171,11 @@ def between(least: float, most: float) -> Range:
     return Range(lambda x: least <= x <= most, f"{least:.9g} to {most:.9g}")
 
 
+def at_least(least: float) -> Range:
+    """Return the range from `least` on."""
+    return Range(partial(le, least), f"{least:.9g} or more")
+
+
 def check_range(name: str, value: object, allowed: Range, integer: bool) -> None:
     """Raise `OptionError` for what is no number, or no `integer`, of a range."""
     if isinstance(value, bool) or not isinstance(value, Integral if integer else Real):
@@ -216,7 +221,7 @@ def _rules(kind: type[Any]) -> list[tuple[str, tuple[Any, ...], list[Range], Any
         if flag and flag.above is not None:
             ranges.append(Range(partial(lt, flag.above), f"more than {flag.above:g}"))
         if flag and flag.least is not None:
-            ranges.append(Range(partial(le, flag.least), f"{flag.least:g} or more"))
+            ranges.append(at_least(flag.least))
         is_union = get_origin(base) in (typing.Union, UnionType)
         kinds = get_args(base) if is_union else (base,)
         rules.append((field.name, kinds, ranges, field.metadata.get("choices")))

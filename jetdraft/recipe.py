@@ -226,7 +226,8 @@ class Recipe:
         """The recipe of a target's encoder of pictures: eight bits, or its floats."""
         if self.bits is None:
             return self
-        return Recipe.parse(RUNGS[KERNELS[not self.has_grids]][-1])
+        own, other = KERNELS
+        return Recipe.parse(RUNGS[own if self.has_grids else other][-1])
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Recipe:

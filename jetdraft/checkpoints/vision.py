@@ -93,10 +93,9 @@ def _taps(positions: Tensor, side: int) -> list[Tensor]:
 def _encode_mistral(model: Any, pixels: Tensor, positions: Tensor) -> Tensor:
     tower, projector = model.vision_tower, model.multi_modal_projector
     patches = pixels.view(-1, 3, tower.patch_size, tower.patch_size)
-    layers = range(tower.config.num_hidden_layers + 1)[
-        model.config.vision_feature_layer
-    ]
-    tower.transformer.layers = tower.transformer.layers[:layers]
+    counts = range(tower.config.num_hidden_layers + 1)
+    last = counts[model.config.vision_feature_layer]
+    tower.transformer.layers = tower.transformer.layers[:last]
     states = tower.ln_pre(tower.patch_conv(patches).flatten(1)[None])
     turns = tower.patch_positional_embedding(states, positions.flatten(0, 1))
     states = tower.transformer(states, position_embeddings=turns).last_hidden_state
@@ -128,9 +127,8 @@ def _encode_lfm(model: Any, pixels: Tensor, positions: Tensor) -> Tensor:
 
 def _encode_gemma(model: Any, pixels: Tensor, positions: Tensor) -> Tensor:
     tower, places = model.vision_tower, positions.flatten(0, 1).flip(-1)[None]
-    states = tower.patch_embedder(
-        _colours_last(pixels)[None], places, places[..., 0] < 0
-    )
+    colours, is_padding = _colours_last(pixels)[None], places[..., 0] < 0
+    states = tower.patch_embedder(colours, places, is_padding)
     states = tower.encoder(states, None, places).last_hidden_state
     squares = states.view(*positions.shape[:2], -1).mean(1) * states.shape[-1] ** 0.5
     if tower.config.standardize:
@@ -215,10 +213,8 @@ def _mistral_fields(processor: Any, config: Any) -> dict[str, Any]:
 
 
 def _lfm_fields(processor: Any, config: Any) -> dict[str, Any]:
-    patch, tiles = (
-        processor.encoder_patch_size,
-        (processor.min_tiles, processor.max_tiles),
-    )
+    patch = processor.encoder_patch_size
+    tiles = processor.min_tiles, processor.max_tiles
     side = patch * config.downsample_factor
     most, least = processor.max_image_tokens * side**2, processor.min_image_tokens
     fields = {"patch": patch, "side": side, "least": least * side**2, "most": most}
@@ -369,8 +365,13 @@ def count_work(source: str, sizes: Sequence[Size]) -> Encoder | None:
     family = _family_of(source)
     if family is None:
         return None
-    quiet = silenced(logging.WARNING), no_progress_bars(), as_checkpoint_error(source)
-    with quiet[0], quiet[1], quiet[2], torch.no_grad(), FakeTensorMode() as mode:
+    with (
+        silenced(logging.WARNING),
+        no_progress_bars(),
+        as_checkpoint_error(source),
+        torch.no_grad(),
+        FakeTensorMode() as mode,
+    ):
         config = transformers.AutoConfig.from_pretrained(source, **NO_OWN_CODE)
         with no_init_weights():
             whole = transformers.AutoModelForImageTextToText.from_config(

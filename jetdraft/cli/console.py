@@ -222,7 +222,7 @@ def stats_line(stats: Stats) -> str:
     if stats.lossy:
         ends.append(f"lossy: {stats.lossy}")
     if stats.unseen_tokens:
-        ends.append(f"the drafter had no images, {stats.unseen_tokens} rows")
+        ends.append(f"the drafter saw no images ({stats.unseen_tokens} rows)")
     return f"[{', '.join(parts)}; {'; '.join(ends)}]"
 
 

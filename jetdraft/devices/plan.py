@@ -79,7 +79,7 @@ class Plan:
 
     `memory_mb` is of the model's parts, `available_mb` what the device has. The first
     of `rows` is plain decoding, all that a CPU's plan has. `basis` says what it is for.
-    `pictures` have the work of the target's encoder, and its ms, on a CPU the least.
+    `pictures` has the encoder's work and ms for each size; a CPU's ms are the least.
     """
 
     provider: str
@@ -269,7 +269,7 @@ class Board:
                 yield Choice(name, method.cost, shape, width, tokens, speed, ratio)
 
     def picture(self, encoder: Encoder, work: EncoderWork) -> dict[str, float]:
-        """Add to `work` the ms of the encoder; on a CPU reading alone is known."""
+        """Return `work` and its `ms`; on a CPU they are of reading weights alone."""
         mode, share = self.mode, self.efficiency
         reading = encoder.weight_mb(self.target) / mode.bandwidth_gbs / share.bandwidth
         known = share is not BOUND

@@ -146,7 +146,7 @@ def _check_adapters(name: str, checkpoint: Checkpoint, options: ExportOptions) -
         read_adapter(folder, checkpoint.model)
 
 
-def check_states(
+def check_buffers(
     name: str, contract: StepContract, checkpoint: Checkpoint, options: ExportOptions
 ) -> None:
     """Raise a `JetdraftError` for what the buffers of a model cannot do."""

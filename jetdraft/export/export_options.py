@@ -1,8 +1,6 @@
 """The options of an export."""
 
 from dataclasses import dataclass
-from functools import partial
-from operator import le
 from pathlib import Path
 from typing import Annotated
 
@@ -10,7 +8,7 @@ from jetdraft.bundle import CONTRIB, DRAFTER, FLAVOURS, TARGET, is_adapter_name
 from jetdraft.contracts.tensors import CAPACITY, MAX_WIDTH, MIN_SELECTED
 from jetdraft.devices.providers import Provider, provider_named
 from jetdraft.errors import OptionError, printable
-from jetdraft.options import Range, between, check_fields
+from jetdraft.options import at_least, between, check_fields
 from jetdraft.quant.choice import Limit
 from jetdraft.recipe import KERNELS, Recipe
 
@@ -51,7 +49,7 @@ class ExportOptions:
     calibration: Path | None = None
     limit: Limit | None = None
     fast: bool = False
-    draft_vocab: Annotated[int | None, Range(partial(le, 1), "1 or more")] = None
+    draft_vocab: Annotated[int | None, at_least(1)] = None
     select_kv: int | None = None
     adapters: tuple[str, ...] = ()
 

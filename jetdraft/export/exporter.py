@@ -206,7 +206,7 @@ def _check_and_contract(
     named = checkpoints.items()
     contracts = {n: _make_contract(n, checkpoint, options) for n, checkpoint in named}
     for name, checkpoint in checkpoints.items():
-        checks.check_states(name, contracts[name], checkpoint, options)
+        checks.check_buffers(name, contracts[name], checkpoint, options)
         reads = checkpoint.reads_source
         check = seams.check_source_seams if reads else seams.check_seams
         check(checkpoint.model, contracts[name])
@@ -242,9 +242,13 @@ def _make_contract(
     size, turns, whole = checkpoint.picture_sizes
     is_cut = checkpoint.taps is not None and bool(checkpoint.taps.cut)
     if name == TARGET and size and not (is_cut or probes):
-        widest = max(whole, contract.max_width)
-        contract = replace(contract, max_width=widest, whole_pictures=whole > 0)
-        contract = replace(contract, picture_size=size, turn_size=turns)
+        contract = replace(
+            contract,
+            max_width=max(whole, contract.max_width),
+            picture_size=size,
+            turn_size=turns,
+            whole_pictures=whole > 0,
+        )
     elif name == TARGET and size:
         fact = "a target with streams, or in halves, reads no images"
         warnings.warn(f"passed over: {fact}; export it without them", stacklevel=4)

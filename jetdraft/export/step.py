@@ -64,13 +64,8 @@ class Step(torch.nn.Module):
     def example_inputs(self) -> list[Tensor]:
         """Return values to trace with for the inputs before the buffers."""
         rows = torch.arange(TRACED_ROWS)
-        rows_of_pass = TRACED_ROWS, TRACED_ANSWERS, TRACED_PROBES
-        sizes = (
-            *rows_of_pass,
-            self.contract.members,
-            self.contract.prefix,
-            TRACED_SEEN,
-        )
+        counts = TRACED_ROWS, TRACED_ANSWERS, TRACED_PROBES
+        sizes = *counts, self.contract.members, self.contract.prefix, TRACED_SEEN
         values = {
             "position_ids": rows[None],
             "total_length": torch.tensor([TRACED_ROWS], dtype=torch.int32),

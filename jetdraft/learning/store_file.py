@@ -62,7 +62,7 @@ class StoreFile:
         self.path.chmod(0o600)
 
     def open(self, read: Callable[[], T]) -> T:
-        """Create or check the file, and `read` it; an empty file replaces a damaged."""
+        """Create or check the file and `read` it; a damaged file is replaced."""
         try:
             self.create_or_check()
             return read()

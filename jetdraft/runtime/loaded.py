@@ -282,8 +282,7 @@ class LoadedBundle:
     def picture_place(self) -> int | None:
         """The id of the token for a whole picture in a prompt; None for text alone."""
         vision = self.bundle.vision
-        mark = vision and (vision.text["place"] or vision.token)
-        return self.text.token_id(mark) if mark else None
+        return None if vision is None else self.text.token_id(vision.place)
 
     def place_pictures(
         self, prompt: list[int], images: Sequence[npt.NDArray[np.uint8]]
@@ -302,8 +301,9 @@ class LoadedBundle:
         is_row = bool(images) and token != mark and token in prompt
         if is_row or len(places) != len(images):
             fact = f"the prompt has {len(places)} places for {len(images)} images"
-            fact += f", and {vision.token}" * is_row
-            fix = f"write {vision.text['place'] or vision.token} for each, or chat"
+            if is_row:
+                fact = f"the prompt has {vision.token}, which stands for an image's row"
+            fix = f"write {vision.place} for each image and nothing else, or chat"
             raise OptionError(f"{fact}; {fix}", "images")
         pictures, ids, start = list[Tiles](), list[int](), 0
         capacity = self.target.contract.capacity

@@ -235,8 +235,8 @@ class Service:
         seconds = wanted.options.get("max_seconds", limits.max_seconds)
         wanted.options["max_seconds"] = min(seconds, limits.max_seconds)
         codec = self._model.parts.text
-        given = wanted, name, codec, self._fingerprint, asked, dialect.begun_calls
-        reply = Reply(*given)
+        begun, own = dialect.begun_calls, self._fingerprint
+        reply = Reply(wanted, name, codec, own, asked, begun_calls=begun)
         job = self._start_job(request, wanted)
         if wanted.streamed:
             first = await job.wait(request.receive, job.next())

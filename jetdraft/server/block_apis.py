@@ -50,7 +50,7 @@ def grow(blocks: list[Block], chunk: Json) -> Iterator[tuple[Block, str]]:
 def block_dialect(
     read: Read, write: Callable[[Reply, list[Block], bool], Json], *more: Any
 ) -> Dialect:
-    """A `Dialect` with `more` fields, whose whole answers `write` makes of blocks."""
+    """A `Dialect` of further fields, whose whole answers `write` makes of blocks."""
 
     def whole(answer: Json, reply: Reply) -> Json:
         blocks = list[Block]()
@@ -309,7 +309,7 @@ def _part(block: Block) -> Json:
 
 
 def _broken(reply: Reply, blocks: list[Block]) -> list[Block]:
-    """The calls that are text in an answer that is not streamed."""
+    """The calls that broke off, which an answer without a stream has as text."""
     return [block for block in blocks if block.kind == "call"][reply.whole_calls :]
 
 
@@ -371,9 +371,9 @@ async def _response_events(chunks: Chunks, reply: Reply) -> Chunks:
                 continue  # It may be part of a list that breaks off.
         places, stopped = (stopped, []) if step == "stop" else ([index], stopped)
         for place in places:
-            block, broken = blocks[place], _broken(reply, blocks)
-            given = step, block, place, text, block in broken
-            for kind, fields in _block_events(*given):
+            block = blocks[place]
+            is_broken = block in _broken(reply, blocks)
+            for kind, fields in _block_events(step, block, place, text, is_broken):
                 yield numbered(f"response.{kind}", **fields)
     response = _response(reply, blocks, True)
     yield numbered(f"response.{response['status']}", response=response)

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -144,7 +145,11 @@ def _line(event: Json) -> str:
 
 
 CHAT, GENERATE = (
-    block_dialect(read, _part, _events, _line, _error, False, "application/x-ndjson")
+    replace(
+        block_dialect(read, _part, _events, _line, _error),
+        begun_calls=False,
+        media_type="application/x-ndjson",
+    )
     for read in (_read_chat, _read_generate)
 )
 

@@ -46,7 +46,10 @@ REFUSED = [
     (GENERATE + "--drafter-provider=abacus", "unknown provider 'abacus'"),
     (GENERATE + "--drafter-provider off --method draft", "no method 'draft'"),
     (GENERATE + "--method magic", ("'magic'", "auto, none, lookup")),
-    ("generate {lone} -p x --method draft", ("no method 'draft'", "with --drafter")),
+    (
+        "generate {lone} -p x --method draft",
+        ("no method 'draft'", "export with --drafter"),
+    ),
     ("generate {tmp}/nothing -p x", "no bundle at"),
     ("generate {tmp} -p x", "has no bundle.json"),
     ("check --no-run {tmp}/nothing", "no bundle at"),

@@ -11,7 +11,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
-from transformers import BartConfig
 
 import jetdraft
 from jetdraft import Bundle, OptionError, PairError, recipe, testing
@@ -385,15 +384,17 @@ def test_a_gguf_drafter(padded, tmp_path, rows, of_file):
         drafts_as_plain(model, [5, rows - 1, 9], ways=WAYS[1:])
 
 
-def test_encoder_decoders(tmp_path):
-    small = {**sources.BART, "encoder_layers": 1, "decoder_layers": 1}
+@pytest.mark.parametrize(("family", "pair"), [("t5", (320, 288)), ("bart", (288, 320))])
+def test_encoder_decoders(tmp_path, family, pair):
+    kind, sizes = type(sources.CONFIGS[family]), getattr(sources, family.upper())
+    small = {n: 1 if n.endswith("layers") else size for n, size in sizes.items()}
     target, drafter = (
-        sources.save(tmp_path / str(rows), BartConfig(**small | {"vocab_size": rows}))
-        for rows in (320, 288)
+        sources.save(tmp_path / str(rows), kind(**small | {"vocab_size": rows}))
+        for rows in pair
     )
     bundle = exported(target, tmp_path / "bundle", drafter=drafter)
     with jetdraft.load(bundle.path, threads=1) as model:
-        drafted = drafts_as_plain(model, [*sources.SOURCE, 319])
+        drafted = drafts_as_plain(model, [*sources.SOURCE, pair[0] - 1])
     assert all(found.stats.drafted_tokens for found in drafted)
 
 

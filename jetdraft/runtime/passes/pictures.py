@@ -165,10 +165,8 @@ def cut(picture: npt.NDArray[np.uint8], vision: Vision) -> Tiles:
 
 
 def _is_large(size: Size, vision: Vision) -> bool:
-    edges = (
-        max(vision.patch, round(edge / vision.side) * vision.side) for edge in size
-    )
-    return math.prod(edges) >= vision.large
+    squares = (round(edge / vision.side) * vision.side for edge in size)
+    return math.prod(max(vision.patch, edge) for edge in squares) >= vision.large
 
 
 def _fitting(size: Size, vision: Vision) -> Size:
@@ -363,9 +361,10 @@ class PictureRows:
         return list(ids.tolist())
 
     def next_rows(self, slot: int, unread: int) -> tuple[int, int]:
-        """How many of the unread rows from a slot on a pass may read, and must read.
+        """The most rows that a pass may read from a slot on, and how many it must read.
 
-        At a picture that is read whole both are its rows; else nothing must be read.
+        Where a picture that is read whole begins, both count its rows; elsewhere a pass
+        need not read any, and it ends before the next such picture.
         """
         for first, rows in self._whole:
             if slot <= first:
@@ -373,7 +372,7 @@ class PictureRows:
         return unread, 0
 
     def boundary(self, kept: int) -> int:
-        """The kept rows before an image that they would cut; else all of them."""
+        """How many of the kept rows can stay: none of a picture that they would cut."""
         cut_at = (first for first, rows in self._whole if first < kept < first + rows)
         return next(cut_at, kept)
 

@@ -14,7 +14,7 @@ from typing import Any, Generic, Literal, TypeVar, get_args, get_origin, get_typ
 from jetdraft.bundle import Bundle
 from jetdraft.contracts.tensors import CANDIDATES, WIDEST
 from jetdraft.errors import DraftingError, OptionError
-from jetdraft.options import Range, between, check_fields
+from jetdraft.options import at_least, between, check_fields
 from jetdraft.runtime.drafts.rows import Kind
 from jetdraft.runtime.loaded import LoadedBundle
 from jetdraft.runtime.passes.answer import Target
@@ -22,7 +22,6 @@ from jetdraft.runtime.proposers.proposer import Proposer
 from jetdraft.runtime.sampling.verifiers import TOLERANCE, TOP, VERIFIERS, Verifier
 from jetdraft.runtime.trees.shapes import SHAPES, Kary, Shape, Static
 
-_FROM_0 = Range(lambda gap: gap >= 0.0, "0 or more")
 WALK = "walk"  # The verifier that gives the text of plain decoding.
 
 
@@ -46,7 +45,7 @@ class MethodOptions:
     user: str = ""
     select_kv: bool = False
     top: typing.Annotated[int, between(1, CANDIDATES)] = TOP
-    tolerance: typing.Annotated[float, _FROM_0] = TOLERANCE
+    tolerance: typing.Annotated[float, at_least(0)] = TOLERANCE
 
     def __post_init__(self) -> None:
         for key, hint in _field_types(type(self)).items():  # type: ignore[arg-type]

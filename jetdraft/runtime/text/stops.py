@@ -8,14 +8,12 @@ from threading import Event
 from typing import Annotated
 
 from jetdraft.errors import OptionError
-from jetdraft.options import Checked, Range
+from jetdraft.options import Checked, Range, at_least
 from jetdraft.runtime.text.codec import TextCodec, TextStream
 
 # Why a generation ended: values of `finish_reason`.
 STOP, LENGTH = "stop", "length"
 CANCELLED, DEADLINE, INTERRUPTED = "cancelled", "deadline", "interrupted"
-_FROM_1 = Range(lambda n: n >= 1, "1 or more")
-_FROM_0 = Range(lambda n: n >= 0, "0 or more")
 _ABOVE_0 = Range(lambda s: s > 0, "more than 0")
 
 
@@ -30,11 +28,11 @@ class Ending(Checked):
         Ending(max_new_tokens=64, stop=("\\n\\n",))
     """
 
-    max_new_tokens: Annotated[int, _FROM_1] = 128
+    max_new_tokens: Annotated[int, at_least(1)] = 128
     stop: str | Sequence[str] | None = None
     max_seconds: Annotated[float | None, _ABOVE_0] = None
     ignore_eos: bool = False
-    max_thinking_tokens: Annotated[int | None, _FROM_0] = None
+    max_thinking_tokens: Annotated[int | None, at_least(0)] = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
