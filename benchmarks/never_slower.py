@@ -63,7 +63,6 @@ REQUEST = '''class {0}Manager:
         """Return the {0}."""
 '''
 
-
 WRONG = "wrong"
 
 

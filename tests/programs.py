@@ -28,7 +28,6 @@ main()
 """
 """The command line as a terminal would start it, for `python -c`."""
 
-
 SEVERAL = """
 import json, sys
 from jetdraft.cli import main

@@ -107,7 +107,6 @@ HYBRIDS: dict[str, Callable[[], PreTrainedConfig]] = {
     ),
 }  # fmt: skip
 
-
 _EXPERTS: dict[str, Any] = {
     "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48,
 }  # fmt: skip

@@ -52,7 +52,6 @@ GUESSES[_WRONG] = LOGITS[np.roll(_WRONG, 1)]
 # What a head takes them for that has learned nothing.
 NOISE = _RANDOM.normal(size=LOGITS.shape).astype(np.float32) * 2
 
-
 # Tokens of a block.
 BLOCK = 5
 # Contracts of drafters that fill a block, by their method.

@@ -345,7 +345,6 @@ def compute_experts(
 
 moe.ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, compute_experts)
 
-
 SOURCE_ATTENTION = "jetdraft-source"
 Attention = Callable[[Any, Tensor, Tensor, Tensor], Tensor]
 KeysAndValues = list[tuple[Tensor, Tensor]]

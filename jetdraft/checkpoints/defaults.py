@@ -134,7 +134,6 @@ def passed_over_fields(
 
 _UNKNOWN_FIELD = Rule("", WARNED, "this version does not know it")
 
-
 FILE, CONFIG = "generation_config.json", "config.json"
 NEVER_BIAS = -1e30  # The logit bias of a token that must never be chosen.
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p")

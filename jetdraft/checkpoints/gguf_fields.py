@@ -125,7 +125,6 @@ FILE_FIELDS = (
 )
 # fmt: on
 
-
 _CONFIG_NAMES = {
     "attention.layer_norm_rms_epsilon": ("rms_norm_eps", "norm_eps"),
     "attention.layer_norm_epsilon": (

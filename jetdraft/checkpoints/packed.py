@@ -152,7 +152,6 @@ class _UnsupportedFormError(Exception):
 
 _MALFORMED_ERRORS = LookupError, ValueError, TypeError, AttributeError, RuntimeError
 
-
 _EXPERT = re.compile(r"\.experts\.(\d+\..*weight|\w+_(blocks|scales))$")
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _DTYPES |= {"U8": torch.uint8}

@@ -171,7 +171,6 @@ REFUSED_KINDS = (
     UnsupportedKind("attends to the keys that an indexer selects", ("index_topk",)),
 )
 
-
 SCALES = (
     *("attn_logit_softcapping", "final_logit_softcapping", "clip_qkv", "alibi"),
     *("attention_multiplier", "embedding_multiplier", "residual_multiplier"),

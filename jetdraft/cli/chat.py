@@ -150,4 +150,5 @@ def _run_command(talk: Conversation, line: str, images: list[PictureInput]) -> N
     elif order in ("/save", "/load") and rest:
         (talk.save if order == "/save" else talk.load)(rest[0])
     else:
-        click.echo(HELP_TEXT, err=True)
+        unknown = "" if order == "/help" else f"no command {line!r}; there are\n"
+        click.echo(unknown + HELP_TEXT, err=True)

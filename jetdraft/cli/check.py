@@ -278,14 +278,11 @@ def _graph_lines(name: str, entry: GraphEntry) -> Iterator[str]:
         some = f"{entry.selection.rows} of {contract.capacity} KV rows in a pass"
         yield f"  select        {entry.select_file}, {some}: a drafter, or lossy"
     if entry.streams is not None:
-        streams = entry.streams
-        if "layers" in streams:
-            layers = f"in the top {streams['layers']} layers"
-            yield f"  streams       {streams['gamma']} {layers}, {streams['mode']}"
-        else:
-            members = f"{streams['gamma']} with {streams['members']} embeddings each"
-            yield f"  {streams['mode']:13} {members}"
-    yield from _drafter_lines(contract)
+        own = ", ".join(f"{name} {value}" for name, value in entry.streams.items())
+        yield f"  streams       {own}"
+    for field in ("feature_input", "recent", "ahead", "reads", "guesses", "block"):
+        if value := getattr(contract, field):
+            yield f"  {field:13} {value}"
     yield f"  parameters    {entry.parameters:,}"
     yield f"  quantization  {entry.scheme}; floats are {contract.dtype}"
     yield from _memory_lines(contract)
@@ -309,18 +306,3 @@ def _memory_lines(contract: StepContract) -> Iterator[str]:
         yield f"  KV buffers    {buffers:.1f} MB"
     if states:
         yield f"  states        2 x {states:.1f} MB"
-
-
-def _drafter_lines(contract: StepContract) -> Iterator[str]:
-    if contract.feature_input:
-        ids = f"{contract.choices:,} of {contract.vocab_size:,} tokens"
-        yield f"  head          features of width {contract.feature_input}, {ids}"
-    if contract.recent:
-        yield f"  recent        {contract.recent} tokens before each row's"
-    if contract.ahead:
-        yield f"  ahead         {contract.ahead} tokens in a pass over as many rows"
-    for layer, *_ in contract.reads:
-        yield f"  reads         the target's keys and values of layer {layer}"
-    if contract.guesses:
-        place = "in a block behind the last row" if contract.block else "from one row"
-        yield f"  guesses       {contract.guesses} tokens {place}"

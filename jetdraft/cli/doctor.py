@@ -76,29 +76,15 @@ def _print_devices(machine: Machine, as_json: bool) -> None:
 
 
 def _print_profile(device: Device, as_json: bool) -> None:
+    fields = asdict(device)
     if as_json:
-        click.echo(json.dumps(asdict(device)))
+        click.echo(json.dumps(fields))
         return
-    click.echo(f"{device.title} ({device.name})")
-    click.echo(f"memory         {device.memory_gb:.0f} GB")
-    if device.compute_capability:
-        line = (
-            f"gpu            sm {device.compute_capability}, {device.cuda_cores} cores"
-        )
-        click.echo(f"{line} in {device.multiprocessors} multiprocessors")
-    click.echo(f"quantizations  {', '.join(device.quantizations)}")
-    click.echo(f"recipe         {device.recipe} ({device.recipe_evidence})")
-    for mode in device.power_modes:
-        gpu = f", {mode.gpu_mhz:.0f} MHz, {mode.fp16_tflops} TFLOPS dense fp16"
-        click.echo(
-            f"{mode.name:14} {mode.watts:.0f} W, {mode.bandwidth_gbs} GB/s"
-            f"{gpu if mode.gpu_mhz else ''} ({mode.source})"
-        )
-    for pack in device.jetpacks:
-        line = f"JetPack {pack.version:6} L4T {pack.l4t}, CUDA {pack.cuda}, TensorRT "
-        line += f"{pack.tensorrt}, Python {pack.python}"
-        click.echo(line)
-    click.echo(f"source         {device.source}")
+    for name, value in fields.items():
+        for row in value if isinstance(value, tuple) else [value]:
+            words = row.items() if isinstance(row, dict) else [("", row)]
+            shown = ", ".join(f"{key} {own}".strip() for key, own in words if own)
+            click.echo(f"{name:19} {shown}")
 
 
 @dataclass(frozen=True)

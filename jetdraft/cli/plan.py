@@ -2,6 +2,7 @@
 
 import json
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,6 @@ NO_METHODS_LINE = (
     "measured; on the board: jetdraft tune BUNDLE, jetdraft bench BUNDLE"
 )
 
-
 # Widths and heights of the pictures that are planned.
 PICTURES = ((512, 384), (1024, 768), (1920, 1080), (2048, 1536))
 
@@ -50,7 +50,8 @@ def command(target: Path, as_json: bool, **options: Any) -> None:
         for method in methods().values()
         if method.cost is not None  # it cannot be predicted on a device
     )
-    question = Question(target, **options, methods=costs, encoder=_encoder(target))
+    question = Question(target, **options, methods=costs)  # refuses a bad option
+    question = replace(question, encoder=_encoder(target))  # imports torch
     prediction = plan(question)
     if as_json:
         click.echo(json.dumps(prediction.to_json()))

@@ -104,12 +104,8 @@ def _open_lessons(bundle: Bundle, folder: Path) -> lessons.Lessons:
 
 def _open_store(bundle: Bundle, file: Path, user: str) -> ResponseStore:
     """Open a user's part of a store; raises `StoreError` if there is no such file."""
-    if file.is_dir():
-        fact = f"{file} is a folder without lessons and learned weights"
-        fix = "give the folder of serve --learn, or the file of serve --store"
-        raise StoreError(f"{fact}; {fix}")
-    if not file.exists():
-        fact = f"no store at {file}"
+    if not file.is_file():
+        fact = f"no store, lessons or learned weights at {file}"
         fix = "give the file that --store named, or the folder that --learn named"
         raise StoreError(f"{fact}; {fix}")
     return ResponseStore(file, bundle.tokenizer_sha256, user)

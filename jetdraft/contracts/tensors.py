@@ -19,7 +19,6 @@ SEEN = "v"  # Rows of a picture that is read whole.
 # The name of the axis of slots in buffers of another graph, which may have more.
 SLOTS = "s"
 
-
 CANDIDATES = 64  # K: a row's candidates, or the whole vocabulary.
 WIDEST = 16  # The most rows of a pass that a controller plans.
 CAPACITY, MAX_WIDTH = 2048, 128  # Defaults of an export.

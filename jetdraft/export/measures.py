@@ -163,7 +163,6 @@ class Measures:
         if self._needs_drafter_recipe:
             with contextlib.suppress(OptionError):  # matrices that no unit contains
                 choice = self._choose_drafter_recipe(target)
-                self.report("measure drafter", 1, 1)
                 self.options = replace(self.options, drafter_recipe=choice.recipe)
                 for name in ("overlap", "full_overlap"):
                     self.overlaps[name] = round(getattr(choice, name), 4)
@@ -230,11 +229,13 @@ class Measures:
         kernel = self.options.kernel_of(DRAFTER)
         if self.head is None:
             models = self._divergence(TARGET), self._divergence(DRAFTER)
+            self.report("measure drafter", 0, 1)
             drafter = self.checkpoints[DRAFTER].model
             with own_attention(target.model), own_attention(drafter):
                 return choose_drafter_recipe(*models, recipe, kernel, self.ids)
         windows = Windows(windows.ids, min(windows.scored, windows.ids.shape[1] - 1))
         assert target.taps is not None
+        self.report("measure drafter", 0, 1)
         reading = ReadingHead(target.model, self.head, target.taps)
         on_cpu = self.options.provider_of(DRAFTER).name == "cpu"
         with own_attention(target.model):
@@ -252,7 +253,6 @@ class Measures:
         self.report(f"measure {name} in floats", 0, 1)
         with own_attention(model):
             divergence = Divergence(model, windows, moments, rounds_inputs=on_cpu)
-        self.report(f"measure {name} in floats", 1, 1)
         self._divergences[name] = divergence
         return divergence
 

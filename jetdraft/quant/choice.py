@@ -36,19 +36,18 @@ def choose_recipe(
     """Choose the cheapest recipe whose KL is at most `bound`; return it and its KL.
 
     It tries the `RUNGS` of a kernel, the cheapest first, then a mix of two. The KL is
-    the mean in nats per token. `progress(stage, done, total)` follows each step.
+    the mean in nats per token. `progress(stage, done, total)` goes before each step.
     """
     tried: list[Recipe] = []
     rungs = RUNGS[kernel]
-    for done, name in enumerate(rungs, start=1):
+    for done, name in enumerate(rungs):
+        progress("measure recipes", done, len(rungs))
         divergence.drop_blocks()
         recipe = Recipe.parse(name)
         kl = divergence.mean_kl(recipe)
-        progress("measure recipes", done, len(rungs))
         if kl <= bound:
             break
         tried.append(recipe)
-    progress("measure recipes", len(rungs), len(rungs))
     bases = [lower for lower in tried if RAISED.get(lower.scheme) == recipe.scheme]
     if bases:
         with suppress(OptionError):  # no mix is within the bound

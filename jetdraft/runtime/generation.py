@@ -23,6 +23,7 @@ from jetdraft.runtime.passes.buffers import SourceInput, source_tokens
 from jetdraft.runtime.passes.pictures import Tiles
 from jetdraft.runtime.passes.prefix import Prefix
 from jetdraft.runtime.piece import Piece
+from jetdraft.runtime.planning.controller import FixedController
 from jetdraft.runtime.planning.options import Options
 from jetdraft.runtime.planning.planner import Offer, Planner
 from jetdraft.runtime.proposers.method import WALK
@@ -38,11 +39,6 @@ PROMPT_END = 16  # Tokens of a prompt before its prediction, which make the firs
 
 class Generation:
     """One sequence over the parts of a loaded bundle.
-
-    The cursor is the length of the sequence minus one; a pass never reaches past the
-    buffer; whatever was drafted, plain decoding chooses the same tokens. An exact
-    commit ends at a gap where gaps change bits (see `Widths.skips_agree`); the token
-    chosen beyond is not proven and begins the next draft.
 
     The constructor checks all options, and compiles the constraint if `prepared`; else
     `run` does. `source` is what the encoder of an encoder-decoder reads. `rules` are
@@ -222,21 +218,45 @@ class Generation:
         return self.parts.prefix if may_reuse else Prefix(self._target)
 
     def _prefill(self) -> None:
-        """Run what the cache lacks of the prompt, without its last token, in passes."""
-        cache, prompt = self._target.cache, self.prompt
+        """Run what the cache lacks of the prompt, without its last token, in passes.
+
+        The last rows are left to the first round if they fill a pass with the root.
+        """
+        cache, end = self._target.cache, len(self.prompt) - 1
         pictures = self.parts.target.pictures
         prefills = prefill_widths(self._target.contract)
-        while cache.length < len(prompt) - 1 and not self.watcher.must_end():
-            unread, picture = len(prompt) - 1 - cache.length, 0
+        leaves = self._may_read_late()
+        while (unread := end - cache.length) > 0 and not self.watcher.must_end():
+            if leaves and unread + 1 in self.widths:
+                break
+            picture = 0
             if pictures is not None:
                 unread, picture = pictures.next_rows(cache.length, unread)
             width = picture or self._prefill_width(unread, prefills)
-            tokens = prompt[cache.length : cache.length + min(unread, width)]
-            answer = self._target.run(tokens, last_only=True, width=width)
-            cache.advance(len(tokens))
-            rows, path = Rows.chain(tokens), range(len(tokens))
-            self._notify_observers(Seen(cache.length + 1, rows, path, answer))
+            stop = cache.length + min(unread, width)
+            self._read(self.prompt[cache.length : stop], width)
         cache.mark()
+
+    def _read(self, tokens: list[int], width: int, roots: int = 0) -> Answer:
+        """Run tokens of the prompt; commit their rows, but for the last `roots`."""
+        cache, rows = self._target.cache, Rows.chain(tokens)
+        answer = self._target.run(tokens, last_only=True, width=width)
+        length = cache.length + len(tokens) + 1
+        cache.advance(len(tokens) - roots)
+        self._notify_observers(Seen(length, rows, range(len(tokens)), answer))
+        return answer
+
+    def _may_read_late(self) -> bool:
+        """Whether the first round has no draft, but reads rows before its root.
+
+        The root must have the bits of a pass over one row.
+        """
+        target, drafting = self._target, self.options.drafting
+        controller = self.proposer_set.controller
+        plans = not (self.proposers and isinstance(controller, FixedController))
+        can_go_back = not (target.cache.states or self._pictures or drafting.select_kv)
+        has_room = len(self.prompt) < target.cache.capacity and self.widths[0] == 1
+        return plans and can_go_back and has_room and target is self.parts.target
 
     def _prefill_width(self, unread: int, prefills: Sequence[int]) -> int:
         """The width of the next pass, with `unread` tokens of the prompt left."""
@@ -288,7 +308,8 @@ class Generation:
         target_before, commit_before = target.seconds, target.cache.seconds
 
         # Propose rows below the root, and below what the last pass left unproven.
-        room = self._most_draft_rows(len(context), limit)
+        late = list(context[target.cache.length : len(context) - 1])  # of the prompt
+        room = 0 if late else self._most_draft_rows(len(context), limit)
         carried = self._carried[: max(room, 0)]
         known = array("I", [*context, *carried]) if carried else context
         offer = self.proposer_set.offer(known, room - len(carried))
@@ -299,7 +320,11 @@ class Generation:
         # Verify: one pass of the target, and for every row one chosen token.
         if matcher is not None:
             matcher.request_masks(draft, context)
-        rows, answer = target.verify(draft, self._pass_width(len(draft)), offer.probing)
+        width = self._pass_width(len(late) + len(draft))
+        if late:
+            rows, answer = draft, self._read([*late, context[-1]], width, roots=1)
+        else:
+            rows, answer = target.verify(draft, width, offer.probing)
         positions = [len(context) + depth for depth in rows.depths]
         processed = self.chooser.process(answer, rows, context)
         chosen = self.verifier.choose(rows, processed, positions, self.chooser)
@@ -314,11 +339,12 @@ class Generation:
             matcher.request_forced(context, tokens)
         proven = target.commit(path, self._ends_at_gap)
         committed, self._carried = tokens[:proven], tokens[proven:]
-        self._notify_observers(Seen(len(context) + len(tokens), rows, path, answer))
+        if not late:
+            self._notify_observers(Seen(len(context) + len(tokens), rows, path, answer))
 
         round_ = Round(
             method=offer.method,
-            width=self._pass_width(len(rows)),
+            width=width if late else self._pass_width(len(rows)),
             drafted=offer.rows.drafted,
             # The first entries are about carried tokens, which no proposer drafted now.
             ranks=rows.ranks(path)[len(carried) :],
@@ -329,7 +355,7 @@ class Generation:
             off=self._no_draft_reason(limit - len(context), offer),
             asked={p.traits.name: spent for p, spent in offer.asked.items()},
             evidence=offer.evidence,
-            seconds=time.perf_counter() - started - offer.late_seconds,
+            seconds=0.0 if late else time.perf_counter() - started - offer.late_seconds,
             experts=answer.touched,
         )
         self.proposer_set.controller.observe(round_)

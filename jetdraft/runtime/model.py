@@ -434,10 +434,14 @@ class Model:
         self.check_prefix_support()
         tokens, parts = self.prompt(token_ids=token_ids).tolist(), self.parts
         with parts.claim.held():
-            # All proposers see the prompt, since a head reads the target's features.
-            # A stream that is left early is in no store and no lesson.
-            with self.stream(token_ids=tokens, method=AUTO, max_new_tokens=1) as left:
-                next(left, None)
+            # Rows of a longer text can be copied, but a head reads features beside.
+            is_held = parts.prefix.reusable_rows([*tokens, 0], True) == len(tokens)
+            is_alone = parts.drafter is None or parts.drafter.contract.stands_alone
+            if not (is_held and is_alone) or parts.target.cache.states:
+                # All proposers see the prompt. A stream left early is in no store.
+                given: Any = {"method": AUTO, "max_new_tokens": 1}
+                with self.stream(token_ids=tokens, **given) as left:
+                    next(left, None)
             # A prompt as long as the buffers leaves its last token unread.
             rows, waiting = tokens[: parts.target.cache.length], None
             if parts.draft_cache is not None:

@@ -218,9 +218,9 @@ class Service:
     async def _serve_generation(self, request: Request) -> ASGIApp:
         asked, path = await self._read_object(request), request.url.path
         dialect = DIALECTS[path]
-        if path.startswith("/api/") and not ollama_api.has_text(asked):
-            name = str(asked.get("model")).removesuffix(":latest")
-            fields = ollama_api.loaded(self._checked_name(name), asked)
+        own = str(asked.get("model")).removesuffix(":latest")
+        if path.startswith("/api/") and (fields := ollama_api.loaded(own, asked)):
+            self._checked_name(own)
             self._count_request(request, 200)
             return JSONResponse(fields)
         body, chat = dialect.body(asked)
@@ -346,7 +346,7 @@ class Service:
             with suppress(OSError, ValueError, RuntimeError):  # NUL, loops of links
                 is_below = bool(folder and file.resolve().is_relative_to(folder))
             if not is_below:
-                fact = f"{printable(file)} is not below the folder of serve --images"
+                fact = f"{printable(file)} is not below a folder of serve --images"
                 raise RequestError(f"{fact}; send the image as data:", "messages")
 
     def _checked_name(self, name: Any) -> str:

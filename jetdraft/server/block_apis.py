@@ -8,6 +8,7 @@ from typing import Any
 from uuid import uuid4
 
 from jetdraft.server import RequestError
+from jetdraft.server.generation_request import read_content, read_part
 from jetdraft.server.reply import Chunks, Dialect, Json, Read, Reply
 
 Events = Iterator[tuple[str, Json]]
@@ -117,9 +118,11 @@ def _read_messages(asked: Json) -> tuple[Json, bool]:
     if "stop_sequences" in body:
         body["stop"] = body.pop("stop_sequences")
     system = body.pop("system", None)
-    messages = [{"role": "system", "content": system}] if system else []
-    for message in asked["messages"]:
-        for turn in _turns(message):
+    messages = list[Json]()
+    if system:
+        messages.append({"role": "system", "content": read_content(system, "system")})
+    for place, message in enumerate(asked["messages"]):
+        for turn in _turns(message, f"messages[{place}].content"):
             if messages and turn["role"] == "user" == messages[-1]["role"]:
                 line_break = {"type": "text", "text": "\n"}
                 messages[-1]["content"] += [line_break, *turn["content"]]
@@ -139,17 +142,18 @@ def _read_messages(asked: Json) -> tuple[Json, bool]:
     return {**body, "messages": messages}, True
 
 
-def _turns(message: Json) -> Iterator[Json]:
+def _turns(message: Json, at: str) -> Iterator[Json]:
     """OpenAI's messages of one of Anthropic's: results of tools, then all else."""
     role, blocks = message["role"], message["content"]
     if isinstance(blocks, str):
         blocks = [{"type": "text", "text": blocks}]
     rest: list[Json] = []
     turn: dict[str, Any] = {"role": role, "content": rest}
-    for block in blocks:
+    for place, block in enumerate(blocks):
         kind = block["type"]
         if kind == "tool_result":
             id, text = block["tool_use_id"], block.get("content") or ""
+            text = read_content(text, f"{at}[{place}].content")
             yield {"role": "tool", "tool_call_id": id, "content": text}
         elif kind == "tool_use":
             call = {"name": block["name"], "arguments": block["input"]}
@@ -158,7 +162,7 @@ def _turns(message: Json) -> Iterator[Json]:
         elif kind == "thinking":
             turn["reasoning_content"] = block["thinking"]
         elif kind != "redacted_thinking":
-            rest.append({k: v for k, v in block.items() if k != "cache_control"})
+            rest.append(read_part(block, f"{at}[{place}]"))
     if rest or role == "assistant":
         yield turn
 
@@ -226,7 +230,6 @@ def _error(error: Json, status: int) -> Json:
 
 MESSAGES = block_dialect(_read_messages, _message, _message_events, _named, _error)
 
-
 _REPEATED: Json = {
     **{"instructions": None, "max_output_tokens": None, "metadata": {}, "top_p": 1.0},
     **{"parallel_tool_calls": True, "tools": [], "tool_choice": "auto", "user": None},
@@ -253,8 +256,8 @@ def _read_input(asked: Json) -> tuple[Json, bool]:
     items = asked["input"]
     if isinstance(items, str):
         items = [{"role": "user", "content": items}]
-    for item in items:
-        message = _read_item(item)
+    for place, item in enumerate(items):
+        message = _read_item(item, f"input[{place}]")
         before = messages[-1] if messages else {"role": ""}
         both_speak = before.get("content") and message.get("content")
         if message["role"] == "assistant" == before["role"] and not both_speak:
@@ -270,17 +273,18 @@ def _read_input(asked: Json) -> tuple[Json, bool]:
     return {**body, "messages": messages}, True
 
 
-def _read_item(item: Json) -> Json:
+def _read_item(item: Json, at: str) -> Json:
     """OpenAI's message of an item of the input, or a part of the assistant's."""
     kind = item.get("type", "message")
     if kind == "message":
-        return {"role": item["role"], "content": item["content"]}
+        content = read_content(item["content"], f"{at}.content")
+        return {"role": item["role"], "content": content}
     if kind == "function_call":
         call = {"name": item["name"], "arguments": item["arguments"]}
         one = {"id": item["call_id"], "type": "function", "function": call}
         return {"role": "assistant", "tool_calls": [one]}
     if kind == "function_call_output":
-        id, output = item["call_id"], item["output"]
+        id, output = item["call_id"], read_content(item["output"], f"{at}.output")
         return {"role": "tool", "tool_call_id": id, "content": output}
     if kind == "reasoning":
         parts = item.get("content") or item.get("summary") or ()

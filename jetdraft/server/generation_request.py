@@ -5,6 +5,7 @@ import time
 from base64 import b64decode
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from hashlib import sha256
 from math import inf
 from pathlib import Path
@@ -233,7 +234,9 @@ def _is_ignored(name: str, value: object) -> bool:
             return True
         raise RequestError(f"{name} is not supported; leave it out", name)
     if name not in (*OPTION_FIELDS, *READ_FIELDS, *IGNORED_FIELDS):
-        raise RequestError(f"unknown field {name!r}; leave it out")
+        near = get_close_matches(name, [*OPTION_FIELDS, *READ_FIELDS], 1)
+        fix = f"did you mean {near[0]}?" if near else "leave it out"
+        raise RequestError(f"unknown field {name!r}; {fix}", name)
     return name in IGNORED_FIELDS
 
 
@@ -344,7 +347,7 @@ def _read_schema(form: object) -> dict[str, Any] | None:
 def _read_prediction(field: object) -> str:
     match field:
         case {"type": "content", "content": content}:
-            text = _read_content(content, "prediction.content")
+            text = read_content(content, "prediction.content")
             if isinstance(text, str):
                 return text
     raise _field_error("prediction", '{"type": "content", "content": "..."}')
@@ -379,7 +382,7 @@ def _read_message(message: Message, at: str) -> Message:
         raise _field_error(f"{at}.tool_call_id", "the id of the call that is answered")
     if content is None and role == "assistant":
         content = ""
-    changed = {**message, "content": _read_content(content, f"{at}.content")}
+    changed = {**message, "content": read_content(content, f"{at}.content")}
     if role == "developer":
         changed["role"] = "system"
     calls, place = message.get("tool_calls"), f"{at}.tool_calls"
@@ -391,43 +394,42 @@ def _read_message(message: Message, at: str) -> Message:
     return changed
 
 
-def _read_content(content: object, at: str) -> str | list[Message]:
+def read_content(content: object, at: str) -> str | list[Message]:
     """The text of a content, or its parts if it has images, whose bytes are read."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
         raise _field_error(at, "a text or a list of parts")
-    parts = [_read_part(part, f"{at}[{n}]") for n, part in enumerate(content)]
+    parts = [read_part(part, f"{at}[{n}]") for n, part in enumerate(content)]
     has_images = any(part["type"] == "image" for part in parts)
     return parts if has_images else "".join(part["text"] for part in parts)
 
 
-def _read_part(part: object, at: str) -> Message:
+def read_part(part: object, at: str) -> Message:
     """Read a part of a message: a text, or an image as OpenAI or Anthropic send it."""
     match part:
         case {"type": "text" | "input_text" | "output_text", "text": str(text)}:
             return {"type": "text", "text": text}
         case {"type": "refusal", "refusal": str(text)}:
             return {"type": "text", "text": text}
-        case {"type": "image_url", "image_url": {"url": str(url)}}:
-            data = url
-        case {"type": "input_image", "image_url": str(url)}:
-            data = url
+        case {"type": "image", "image": (bytes() | Path()) as image}:  # read already
+            return {"type": "image", "image": image}
+        case {"image_url": {"url": str(data)} | str(data)}:
+            pass
         case {"type": "image", "source": {"type": "base64", "data": str(text)}}:
             data = f"data:;base64,{text}"
         case _:
-            rule = 'a part {"type": "text", "text": "..."}, or an image_url'
-            raise _field_error(at, rule)
+            raise _field_error(at, "a text, or an image in base64")
     start, _, encoded = data.partition(";base64,")
     if data.startswith("file://"):
         return {"type": "image", "image": Path(unquote(data.removeprefix("file://")))}
+    if not start.startswith("data:") or not encoded:
+        rule = "an image as data:image/png;base64,...; this server fetches nothing"
+        raise _field_error(at, rule)
     try:
-        if not start.startswith("data:"):
-            raise ValueError
         return {"type": "image", "image": b64decode(encoded, validate=True)}
     except ValueError as error:
-        rule = "an image as data:image/png;base64,...; this server fetches nothing"
-        raise _field_error(at, rule) from error
+        raise _field_error(at, f"an image in base64 ({error})") from error
 
 
 def _image_digest(image: bytes | Path) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 from jetdraft.recipe import Recipe
 from jetdraft.runtime.model import Model
 from jetdraft.server.block_apis import Block, block_dialect, grow
+from jetdraft.server.generation_request import read_part
 from jetdraft.server.reply import Chunks, Json, Reply
 
 # OpenAI's fields by Ollama's.
@@ -40,10 +41,12 @@ def _read_options(asked: Json) -> Json:
 def _read_chat(asked: Json) -> tuple[Json, bool]:
     messages: list[Json] = []
     waiting: list[str] = []  # The ids of calls without a result, which Ollama has not.
-    for message in asked["messages"]:
+    for place, message in enumerate(asked["messages"]):
         fields: dict[str, Any] = {k: v for k, v in message.items() if v != []}
         if images := fields.pop("images", None):
-            fields["content"] = _with_images(fields["content"], images)
+            fields["content"] = _with_images(
+                fields["content"], images, f"messages[{place}].images"
+            )
         if "tool_calls" in fields:
             numbered = enumerate(fields["tool_calls"])
             calls = [{"id": f"call_{i}", **call} for i, call in numbered]
@@ -63,7 +66,7 @@ def _read_generate(asked: Json) -> tuple[Json, bool]:
         return {**body, "prompt": prompt}, False
     first = [] if system is None else [{"role": "system", "content": system}]
     if images := body.pop("images", None):
-        prompt = _with_images(prompt, images)
+        prompt = _with_images(prompt, images, "images")
     return {**body, "messages": [*first, {"role": "user", "content": prompt}]}, True
 
 
@@ -71,21 +74,18 @@ def _head(name: str, done: bool) -> Json:
     return {"model": name, "created_at": datetime.now(UTC).isoformat(), "done": done}
 
 
-def has_text(asked: Json) -> bool:
-    """Whether a request has a prompt or messages; without them it loads a model."""
-    return any(asked.get(field) for field in ("prompt", "suffix", "messages"))
-
-
 def loaded(name: str, asked: Json) -> Json:
-    """The answer to a request without a text."""
+    """The answer to a request without a text, which loads a model; {} to others."""
+    if any(asked.get(field) for field in ("prompt", "suffix", "messages")):
+        return {}
     message = {"message": {"role": "assistant", "content": ""}}
     said = message if "messages" in asked else {"response": ""}
     return {**_head(name, True), **said, "done_reason": "load"}
 
 
-def _with_images(text: str, images: Sequence[str]) -> list[Json]:
-    urls = [{"url": f"data:;base64,{image}"} for image in images]
-    parts: list[Json] = [{"type": "image_url", "image_url": url} for url in urls]
+def _with_images(text: str, images: Sequence[str], at: str) -> list[Json]:
+    urls = enumerate(f"data:;base64,{image}" for image in images)
+    parts = [read_part({"image_url": url}, f"{at}[{place}]") for place, url in urls]
     return [*parts, {"type": "text", "text": text}]
 
 

@@ -236,25 +236,27 @@ class Job:
                 self._model = model
                 self.deadline = time.monotonic() + self._request.max_seconds
                 try:
-                    await self._generate_in_thread(model)
+                    last = await self._generate_in_thread(model)
                 finally:
                     self._model, self.deadline = None, inf
+            # The client may go on at once, and its model must be free by then.
+            self._events.put_nowait(last)
         except Exception as error:  # `next` raises it
             self._events.put_nowait(error)
 
-    async def _generate_in_thread(self, model: Model) -> None:
+    async def _generate_in_thread(self, model: Model) -> Result:
         """Generate in a thread; wait for its last round even if the event loop ends."""
         future = self._loop.run_in_executor(self._queue.threads, self._generate, model)
         try:
-            await asyncio.shield(future)
+            return await asyncio.shield(future)
         except asyncio.CancelledError:
             self.cancel()
             await asyncio.wait([future])
             future.exception()  # otherwise asyncio logs it
             raise
 
-    def _generate(self, model: Model) -> None:
-        """Generate, and hand pieces and results to `next`; runs in the thread."""
+    def _generate(self, model: Model) -> Result:
+        """Generate in the thread; hands all but the last result to `next`."""
         prefixes, prompts = self._queue.prefixes, list[Sequence[int]]()
         request, written = self._request, 0
         if request.model in model.bundle.adapters:  # the files are of no adapter
@@ -280,12 +282,13 @@ class Job:
                 # OpenAI has no finish reason for this.
                 fact = "the server is ending, and has cut this text; ask again"
                 raise RequestError(fact, status=503)
-            if written == request.count:  # nothing is left to cancel
-                self._has_ended, self.deadline = True, inf
-            self._post_event(result)
+            if written < request.count:
+                self._post_event(result)
+        self._has_ended, self.deadline = True, inf  # nothing is left to cancel
         if prefixes is not None:
             for prompt in prompts:
                 prefixes.save(model, prompt)
+        return result
 
     def _post_event(self, event: Piece | Result) -> None:
         self._loop.call_soon_threadsafe(self._events.put_nowait, event)

@@ -161,7 +161,6 @@ DIVERGENCES: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {
     TOTAL_VARIATION: lambda p, q, beta: 0.5 * (p.exp() - q.exp()).abs().sum(-1),
 }
 
-
 PREDICTED_TOKENS = 4  # Tokens of a draft whose acceptance is predicted.
 
 

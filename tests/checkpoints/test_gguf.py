@@ -70,7 +70,6 @@ CASES = {
     "lfm2 Q4_0": ("lfm2", HYBRIDS["lfm2"](), one(Type.Q4_0)),
 }
 
-
 MIXTURES = {
     "qwen3moe": (tiny.MIXTURES["qwen3_moe"], Type.Q5_0),
     "qwen3moe of halves": (tiny.MIXTURES["qwen3_moe"], Type.F16),

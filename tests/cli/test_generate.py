@@ -349,7 +349,7 @@ def test_lines_are_turns_and_orders_are_obeyed(chatty, tmp_path):
     assert "tokens in" in result.stderr
     assert "tokens kept" in result.stderr
     assert "there is no reply yet" in result.stderr
-    assert "/save FILE" in result.stderr, "help for what is no order"
+    assert "no command '/nothing'; there are\n/stats" in result.stderr
 
 
 @pytest.mark.parametrize("order", ["/save {}/none/talk.json", "/load {}/talk.json"])

@@ -165,7 +165,7 @@ def test_refusals(toy, tmp_path):
     (tmp_path / "learned/notes").write_text("what I have to do")
     assert_refused(jetdraft(*command, "--background"), "no lessons are kept")
     listed = jetdraft("store", "list", toy, tmp_path / "learned")
-    assert_refused(listed, "without lessons and learned weights")
+    assert_refused(listed, "no store, lessons or learned weights at")
     assert [file.name for file in (tmp_path / "learned").iterdir()] == ["notes"]
     learn(toy, tmp_path / "learned")
     assert_refused(jetdraft(*command), "no checkpoint at", "drafter")

@@ -126,9 +126,9 @@ def test_what_the_bundle_says(made, layout):
     assert entry.contract.kv_shapes == ((2, 16),) * 2
     assert entry.tree_file is entry.compaction_file is None
     lines = describe_bundle(bundle).split("\ndrafter")[1]
-    assert f"guesses       {guesses} tokens in a block behind the last row" in lines
+    assert f"guesses       {guesses}\n  block         {guesses}\n" in lines
     assert "sliding" not in lines
-    assert ("features of width 64" in lines) == (kind == "dflash")
+    assert ("feature_input 64\n" in lines) == (kind == "dflash")
     assert bundle.target.contract.feature_size == (64 if kind == "dflash" else 0)
     if layout == "dflash":
         measured = made(layout, fast=False).bundle.drafter.quantization
@@ -195,8 +195,8 @@ def test_heads_keep_no_rows(made):
     assert entry.tree_file is entry.compaction_file is None
     assert entry.parameters == HEADS * (H * H + H + VOCAB_SIZE * H)
     lines = describe_bundle(made("medusa").bundle).split("\ndrafter")[1]
-    assert "guesses       3 tokens from one row" in lines
-    assert "features of width 64" in lines
+    assert "guesses       3\n" in lines
+    assert "feature_input 64\n" in lines
     assert "KV" not in lines
     assert "trees" not in lines
 

@@ -350,7 +350,6 @@ JSON = {"Content-Type": "application/json"}
 KINDS = ("json",) * 60 + ("raw",) * 12 + ("headers", "half", "leaver", "host") * 5
 KINDS += ("slow", "path", "path") + ("burst",) * 2 + ("idle", "bomb")
 
-
 LARK = " & ".join(f"/(.|\\n)*a(.|\\n){{{n}}}/" for n in range(1, 26))
 PATTERN = {"type": "string", "pattern": "^" + "(ab|cd)?" * 50_000 + "$"}
 PROPERTIES = {f"p{n}": {"type": "string"} for n in range(10_000)}

@@ -32,6 +32,7 @@ from jetdraft.runtime.passes.pictures import PictureRows, cut, read_picture
 from jetdraft.server import Limits
 from jetdraft.server.app import Service
 from jetdraft.server.request_queue import MIN_ROWS, PrefixFolder
+from tests import cases
 from tests.checkpoints.heads import layouts
 from tests.programs import printed
 from tests.server.serving import served
@@ -527,6 +528,8 @@ def test_prompts_without_room_or_places_are_refused(both, toy_model):
         model.chat(many)
     with pytest.raises(OptionError, match="reads no images"):
         toy_model.generate("the", images=[picture(7)])
+    with pytest.raises(OptionError, match="a part of type 'img' has an image"):
+        both[0].chat(asked({"type": "img", "image": picture(7)}))
     with pytest.raises(OptionError, match="images must be a list"):
         toy_model.generate("the", images="meter.jpg")
     with pytest.raises(OptionError, match="tools must be Tools"):
@@ -566,6 +569,7 @@ def test_a_target_with_streams_says_that_it_reads_no_images(tmp_path):
 DATA = base64.b64encode(encoded(Image.fromarray(picture(8)))).decode()
 URL = f"data:image/png;base64,{DATA}"
 SHORT = {"model": "eyes", "max_tokens": 6, "temperature": 0, "stream": False}
+CHAT = "/v1/chat/completions"
 OLLAMA = {"stream": False, "options": {"num_predict": 6, "temperature": 0}}
 OF_OPENAI = {"type": "image_url", "image_url": {"url": URL}}
 OF_ANTHROPIC = {"type": "image", "source": {"type": "base64", "data": DATA}}
@@ -573,17 +577,31 @@ OF_RESPONSES = {"type": "input_image", "image_url": URL}
 INPUT = asked(OF_RESPONSES, {"type": "input_text", "text": "a"})
 OF_OLLAMA = [{"role": "user", "content": "a", "images": [DATA]}]
 SEEN = {
-    "/v1/chat/completions": SHORT | {"messages": asked(OF_OPENAI, text_of("a"))},
+    CHAT: SHORT | {"messages": asked(OF_OPENAI, text_of("a"))},
     "/v1/messages": SHORT | {"messages": asked(OF_ANTHROPIC, text_of("a"))},
     "/v1/responses": {"input": INPUT, "max_output_tokens": 6, "temperature": 0},
     "/api/chat": OLLAMA | {"messages": OF_OLLAMA},
     "/api/generate": OLLAMA | {"prompt": "a", "images": [DATA]},
 }
-UNSEEN = ["http://x/y.png", "data:image/png;base64,###", "data:;base64,AAAA", "x.png"]
+UNSEEN = ["http://x/y.png", "data:image/png;base64,###", "x.png"]
+FROM_URL = {"type": "image", "source": {"type": "url", "url": "http://x/y.png"}}
+FROM_STORE = {"type": "input_image", "file_id": "file_1"}
+REFUSED = [  # Where an image stands, in the words of each API.
+    *((CHAT, "messages", asked({"image_url": {"url": url}}),
+       "messages[0].content[0] must be an image") for url in UNSEEN),
+    (CHAT, "messages", asked({"image_url": {"url": "data:;base64,AAAA"}}),
+     "the image cannot be read"),
+    ("/v1/messages", "messages", asked(text_of("a"), FROM_URL),
+     "messages[0].content[1] must be a text, or an image in base64"),
+    ("/v1/responses", "input", [*INPUT, *asked(FROM_STORE)],
+     "input[1].content[0] must be a text, or an image in base64"),
+    ("/api/chat", "messages", [OF_OLLAMA[0] | {"images": [DATA, "###"]}],
+     "messages[0].images[1] must be an image in base64"),
+]  # fmt: skip
 
 
 def test_the_server_takes_pictures_in_every_dialect(both, tmp_path):
-    model, path = both[0], "/v1/chat/completions"
+    model = both[0]
     said = model.chat(asked(image_of(picture(8)), text_of("a")), max_new_tokens=6).text
     with (
         jetdraft.Pool(model.bundle.path, 1, threads=1) as pool,
@@ -594,7 +612,7 @@ def test_the_server_takes_pictures_in_every_dialect(both, tmp_path):
         for name, expected in (("x%20y.png", 200), ("link.png", 400), ("../a", 400)):
             url = {"url": f"file://{tmp_path}/{name}"}
             parts = {"type": "image_url", "image_url": url}, text_of("a")
-            answer = post(address, path, {**SHORT, "messages": asked(*parts)})
+            answer = post(address, CHAT, {**SHORT, "messages": asked(*parts)})
             assert answer.status_code == expected, answer.text
             if expected == 200:
                 asked_for = answer.json()["usage"]["prompt_tokens_details"]
@@ -605,11 +623,10 @@ def test_the_server_takes_pictures_in_every_dialect(both, tmp_path):
             answer = post(address, place, {"model": "eyes", **body})
             assert answer.status_code == 200, answer.text
             assert json.dumps(said)[1:-1] in json.dumps(answer.json()), place
-        for url in UNSEEN:
-            part = {"type": "image_url", "image_url": {"url": url}}
-            answer = post(address, path, {**SHORT, "messages": asked(part)})
+        for place, field, given, words in REFUSED:
+            answer = post(address, place, {"model": "eyes", field: given})
             assert answer.status_code == 400
-            assert "image" in answer.json()["error"]["message"]
+            assert words in json.dumps(answer.json())
 
 
 @pytest.mark.parametrize("both", ["smolvlm"], indirect=True)
@@ -624,6 +641,8 @@ def test_a_camera_and_the_command_line(both, tmp_path):
     assert done.stdout.startswith(said.text)
     done = CliRunner().invoke(cli, [*common, "--image", str(tmp_path)])
     assert done.exit_code == 2
+    done = CliRunner().invoke(cli, [*common, "--image", "http://x/y.png"])
+    assert "y.png would be fetched; give a file" in done.stderr
     talk = ["chat", str(bundle), "-n", "4", "--image", str(tmp_path / "x.png")]
     done = CliRunner().invoke(cli, [*talk, "--temperature", "0"], input="a\n/image y\n")
     assert done.stdout.startswith(said.text)
@@ -751,13 +770,11 @@ def test_turns_are_written_again_after_an_interrupt(monkeypatch):
     assert (model.values["cosines"].numpy() == plain).all()
 
 
-@pytest.mark.parametrize(
-    ("fact", "fields"),
-    [
-        ("do_pan_and_scan: True", {"do_pan_and_scan": True}),
-        ("do_resize: False", {"do_resize": False}),
-        ("scales by 1", {"rescale_factor": 1}),
-    ],
+@cases(
+    "fact, fields",
+    ("do_pan_and_scan: True", {"do_pan_and_scan": True}),
+    ("do_resize: False", {"do_resize": False}),
+    ("scales by 1", {"rescale_factor": 1}),
 )
 def test_other_steps_of_an_image_processor_are_refused(tmp_path, fact, fields):
     kind = {"image_processor_type": "Gemma3ImageProcessor"}
@@ -779,14 +796,12 @@ def test_a_text_of_a_bundle_is_no_form():
     assert "{row:>2000000000}1{x}{" in cut(picture(1), split).text
 
 
-@pytest.mark.parametrize(
+@cases(
     "wrong",
-    [
-        {"first_row": 8}, {"std": (1.0, 0.0, 1.0)}, {"rows": 9}, {"least": 2},
-        {"side": 5000}, {"axes": (0,)}, {"tiling": SPLIT}, {"text": {}},
-        {"patch": 3}, {"tiles": (1, 65)}, {"tiles": (2, 1)}, {"span": 600},
-        {"patch": 4, "most": 63},
-    ],
+    {"first_row": 8}, {"std": (1.0, 0.0, 1.0)}, {"rows": 9}, {"least": 2},
+    {"side": 5000}, {"axes": (0,)}, {"tiling": SPLIT}, {"text": {}},
+    {"patch": 3}, {"tiles": (1, 65)}, {"tiles": (2, 1)}, {"span": 600},
+    {"patch": 4, "most": 63},
 )  # fmt: skip
 def test_fields_that_contradict_each_other_are_refused(wrong):
     right = replace(LONE, text=dict.fromkeys(TEXTS, ""))

@@ -437,16 +437,19 @@ class Windows:
 def job_of(stream):
     bundle = SimpleNamespace(adapters={})
     model = SimpleNamespace(cancel=lambda: None, bundle=bundle)
-    return Job(RequestQueue([model], 1, 30.0), stream, "a")
+    queue = RequestQueue([model], 1, 30.0)
+    return Job(queue, stream, "a"), queue
 
 
 @story
 async def test_a_job_cancels_its_stream_and_not_only_the_model():
     windows = Windows()
-    job = job_of(windows)
+    job, queue = job_of(windows)
     await asyncio.to_thread(windows.started.wait, 20)
+    assert queue.generating == 1
     job.cancel()
     await job.results()
+    assert queue.generating == 0, "its client may go on at once"
 
 
 def test_a_loop_that_ends_leaves_no_generation_behind():
@@ -471,7 +474,7 @@ def test_an_end_of_the_process_is_no_answer():
             raise SystemExit(3)
 
     async def story():
-        job = job_of(Ending())
+        job, _ = job_of(Ending())
         try:
             await job.next()
         except BaseException as error:

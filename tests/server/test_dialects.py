@@ -18,7 +18,7 @@ from jetdraft.runtime.text.tools import CallFormat
 from jetdraft.server import Limits, RequestError
 from jetdraft.server.app import DIALECTS, Service
 from jetdraft.server.whole_requests import read_form
-from tests import whispers
+from tests import cases, whispers
 from tests.programs import assert_refused
 from tests.runtime.text.test_tools import OBJECT
 from tests.server.serving import connect, served
@@ -373,13 +373,11 @@ def test_a_stream_of_messages_that_is_cut_is_overloaded(fresh, slow):
     assert error["error"]["type"] == "overloaded_error"
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "said"),
-    [
-        ("/api/generate", {}, {"response": ""}),
-        ("/api/generate", {"prompt": "", "stream": False}, {"response": ""}),
-        (CHAT, {"messages": []}, {"message": {"role": "assistant", "content": ""}}),
-    ],
+@cases(
+    "path, body, said",
+    ("/api/generate", {}, {"response": ""}),
+    ("/api/generate", {"prompt": "", "stream": False}, {"response": ""}),
+    (CHAT, {"messages": []}, {"message": {"role": "assistant", "content": ""}}),
 )
 def test_a_request_without_a_text_loads_and_writes_nothing(fresh, path, body, said):
     with served(fresh) as address:
@@ -493,19 +491,17 @@ def test_options_of_ours_draft_the_same(audio, hearing):
     assert found.text == wanted.text
 
 
-@pytest.mark.parametrize(
-    ("changes", "said", "param"),
-    [
-        ({"file": b""}, "is empty", "file"),
-        ({"file": b"no sound"}, "is not a WAV file", "file"),
-        ({"file": SOUND[:44]}, "at least 0.1", "file"),
-        ({"language": "xx"}, "no language", "language"),
-        ({"response_format": "mp3"}, "there is no format", "response_format"),
-        ({"prompt": "before"}, "prompt is not supported", "prompt"),
-        ({"stream": "true"}, "stream is not supported", "stream"),
-        ({"temperature": "hot"}, "is not a number", "temperature"),
-        ({"colour": "red"}, "unknown field 'colour'", None),
-    ],
+@cases(
+    "changes, said, param",
+    ({"file": b""}, "is empty", "file"),
+    ({"file": b"no sound"}, "is not a WAV file", "file"),
+    ({"file": SOUND[:44]}, "at least 0.1", "file"),
+    ({"language": "xx"}, "no language", "language"),
+    ({"response_format": "mp3"}, "there is no format", "response_format"),
+    ({"prompt": "before"}, "prompt is not supported", "prompt"),
+    ({"stream": "true"}, "stream is not supported", "stream"),
+    ({"temperature": "hot"}, "is not a number", "temperature"),
+    ({"colour": "red"}, "unknown field 'colour'", None),
 )
 def test_bad_requests_are_refused(hearing, changes, said, param):
     fields = {"model": "whisper", **changes}

@@ -398,6 +398,8 @@ def test_a_beginning_that_two_prompts_share_is_read_once(pool, tmp_path):
     other.forget()
     found = answered(folder, first, *ASKED[:2])
     [file] = (tmp_path / "new").glob("own/*.npz")
+    longer = [*ASKED[1], *found[1].token_ids]
+    assert first.parts.prefix.reusable_rows(longer, True) == len(longer) - 1
     # Another client's model, and the same folder after a restart.
     found += answered(folder, other, ASKED[2])
     again = PrefixFolder(tmp_path / "new", "own", 10**9)
@@ -467,12 +469,7 @@ def test_a_server_shares_beginnings(pool, tmp_path):
         for prompt in ASKED[:3]:
             for model in pool.models:
                 model.forget()
-            body = {
-                "model": "tiny",
-                "prompt": prompt,
-                "max_tokens": 4,
-                "temperature": 0,
-            }
+            body = {"model": "tiny", "prompt": prompt, "max_tokens": 4}
             answer = httpx.post(f"{address}/v1/completions", json=body, timeout=60)
             details = answer.json()["usage"]["prompt_tokens_details"]
             reused.append(details["cached_tokens"])

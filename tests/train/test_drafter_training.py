@@ -349,7 +349,7 @@ def test_bad_input_of_the_command_line(target, text, tmp_path):
     sizes = ("--capacity", 128, "--max-width", 32, "--fast")
     succeed("export", out, "-o", bundle, *sizes)
     shown = run_jetdraft("check", "--no-run", bundle).stdout
-    assert "prompts       3 with 1 embeddings each" in shown
+    assert "streams       gamma 3, mode prompts, members 1\n" in shown
 
 
 def test_forecasts_from_the_command_line(target, text, tmp_path):

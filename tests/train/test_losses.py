@@ -223,7 +223,6 @@ def lesson(tokens, places, ids, logits):
 ONE = lesson([5, 6, 7, 8], [1, 3], [[6, 2], [8, 9]], [[2.0, 1.0], [0.5, 0.25]])
 OTHER = lesson([1, 3], [1], [[3, 4, 5]], [[1.0, 0.0, -1.0]])
 
-
 PLACES = [(0, 1), (0, 3), (1, 1)]
 """Row and place of all three wrong places."""
 

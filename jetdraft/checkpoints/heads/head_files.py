@@ -51,7 +51,6 @@ _IGNORED_KEYS = {
 # Features that jetdraft does not support, with the values that turn them off.
 _OFF = {"use_sliding_window": False, "sliding_window": None, "qkv_bias": False}
 
-
 Tensors = dict[str, Tensor]  # The tensors of a head by their names.
 Sizes = tuple[HeadConfig, Tensor | None]
 

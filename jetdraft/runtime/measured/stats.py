@@ -211,7 +211,6 @@ _METRICS = (
     *("rounds_by_choice", "by_method", "off"),
 )
 
-
 RankRates = Sequence[Sequence[float]]  # By depth: of the best guess, the second, ...
 
 

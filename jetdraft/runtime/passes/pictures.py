@@ -65,6 +65,8 @@ def read_picture(given: object) -> npt.NDArray[np.uint8]:
 
     try:
         if isinstance(given, (str, Path)):
+            if str(given).startswith(("http:", "https:")):
+                raise _refusal(f"{given} would be fetched", "give a file")
             if Path(given).exists() and not Path(given).is_file():
                 raise _refusal(f"{given} is not an image", "give a file")
             opened = pillow.open(given, formats=FORMATS)

@@ -1,10 +1,4 @@
-"""All methods of drafting: jetdraft's own, and other packages'.
-
-A package brings a method with an entry point, for example in its pyproject.toml:
-
-    [project.entry-points."jetdraft.methods"]
-    repeat = "my_package.repeat:METHOD"
-"""
+"""All methods of drafting: jetdraft's own, and other packages' (`jetdraft.methods`)."""
 
 import warnings
 from collections.abc import Iterator, Mapping

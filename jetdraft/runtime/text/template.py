@@ -112,13 +112,17 @@ def user_message(content: str, images: Sequence[object] = ()) -> Message:
 def take_images(messages: Sequence[Message]) -> tuple[list[Message], list[Any]]:
     """Split messages from the images in their parts `{"type": "image", "image": ...}`.
 
-    A template writes a place for each part that is left of an image.
+    A template writes a place for each part that is left of an image. Raises
+    `OptionError` for an image in a part of another type.
     """
     images = list[Any]()
 
     def rest(part: Any) -> Any:
         if not isinstance(part, dict) or "image" not in part:
             return part
+        if part.get("type") != "image":
+            fact = f"a part of type {part.get('type')!r} has an image"
+            raise OptionError(f'{fact}; write "type": "image"', "messages")
         images.append(part["image"])
         return {name: value for name, value in part.items() if name != "image"}
 

@@ -213,9 +213,10 @@ def test_the_second_time_takes_few_passes(remembering, model, way):
 @pytest.mark.parametrize("method", ["recall", "lookup", "recall,lookup", "auto"])
 def test_a_poisoned_entry_changes_no_text(remembering, model, method, way):
     vector = remembering.parts.similarity.vector(PROMPT)
-    wrong = np.random.default_rng(4).integers(0, 288, 80).tolist()
-    remembering.parts.store.add(Entry(PROMPT, wrong, vector))
     plain = text(model, method="none", **way)
+    wrong = np.random.default_rng(4).integers(0, 288, 80).tolist()
+    wrong = [*plain.token_ids[:3], *wrong]
+    remembering.parts.store.add(Entry(PROMPT, wrong, vector))
     poisoned = text(remembering, method=method, **way)
     assert poisoned.token_ids == plain.token_ids
     if method == "recall":

@@ -64,7 +64,7 @@ def test_only_what_is_new_is_read(kept):
     longer = [*IDS, *first, *OTHER[:9]]
     second = kept.generate(token_ids=longer, **OPTIONS, method="none")
     assert second.stats.reused_tokens == len(IDS) + 39
-    assert kept.parts.target.passes - before == 1 + second.stats.target_passes
+    assert kept.parts.target.passes - before == second.stats.target_passes
     again = kept.generate(token_ids=IDS, **OPTIONS)
     assert again.stats.reused_tokens == len(IDS) - 1
     assert again.token_ids == first

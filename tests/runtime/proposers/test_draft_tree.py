@@ -16,7 +16,7 @@ from jetdraft.runtime.sampling.chooser import Chooser, Sampling
 from jetdraft.runtime.sampling.verifiers import VERIFIERS
 from jetdraft.testing import toy_bundle
 from jetdraft.train.acceptance import DRAFT_LENGTH, fit_head, record_verdicts, save_head
-from tests import WAYS, same_text
+from tests import WAYS, cases, same_text
 from tests.runtime.method_bundles import drafter_of, pieces_of, tokens_of
 from tests.runtime.test_generation import Branching
 from tests.tiny import exported
@@ -220,12 +220,10 @@ def test_every_outcome_leaves_the_cache_in_step(model, drafter, budget):
         assert drafter.propose(context, 4).tokens == fresh(model, context, 4)
 
 
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        ([], [1, *range(90)]),  # rounds of others
-        ([5, 6, 7], [5, 9]),  # what a branch chose beyond a gap may turn out wrong
-    ],
+@cases(
+    "before, after",
+    ([], [1, *range(90)]),  # rounds of others
+    ([5, 6, 7], [5, 9]),  # what a branch chose beyond a gap may turn out wrong
 )
 def test_a_context_that_changes_is_followed(model, drafter, before, after):
     drafter.propose([*CONTEXT, *before], 3)

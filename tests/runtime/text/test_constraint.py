@@ -39,7 +39,6 @@ METHODS = [
 ]
 """`test_conformance.py` has each method alone."""
 
-
 BROKEN = {"type": "string", "pattern": "(("}
 CIRCULAR = {"type": "object", "properties": {}}
 CIRCULAR["properties"]["a"] = CIRCULAR

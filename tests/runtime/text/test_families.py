@@ -39,6 +39,10 @@ def opened(family):
     return tokenizer, TextCodec(file)
 
 
+def drawn(test):
+    return every_family(CASES(given(data=st.data())(test)))
+
+
 def draw_ids(data, tokenizer, least=0):
     size = tokenizer.get_vocab_size()
     rare = st.sampled_from([size, *range(size - len(SPECIAL) - 1, size)])
@@ -70,9 +74,7 @@ def watched(codec, prompt, rounds, ends=(), stop=()):
     return kept, text + watcher.rest(), watcher.reason, texts
 
 
-@every_family
-@CASES
-@given(data=st.data())
+@drawn
 def test_the_text_does_not_depend_on_the_rounds(family, data):
     tokenizer, codec = opened(family)
     prompt, ids = draw_ids(data, tokenizer), draw_ids(data, tokenizer)
@@ -86,9 +88,7 @@ def test_the_text_does_not_depend_on_the_rounds(family, data):
     assert not any(word in plain[1] for word in stop)
 
 
-@every_family
-@CASES
-@given(data=st.data())
+@drawn
 def test_the_text_is_the_tokenizers_own_where_that_has_whole_characters(family, data):
     tokenizer, codec = opened(family)
     prompt, ids = draw_ids(data, tokenizer), draw_ids(data, tokenizer)
@@ -98,9 +98,7 @@ def test_the_text_is_the_tokenizers_own_where_that_has_whole_characters(family, 
         assert before + text == whole
 
 
-@every_family
-@CASES
-@given(data=st.data())
+@drawn
 def test_the_names_of_tokens_join_to_the_text(family, data):
     tokenizer, codec = opened(family)
     prompt, ids = draw_ids(data, tokenizer), draw_ids(data, tokenizer)

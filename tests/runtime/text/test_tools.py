@@ -9,6 +9,7 @@ from jetdraft.runtime.drafts.rows import Rows
 from jetdraft.runtime.text.constraint import Constraint, Matcher
 from jetdraft.runtime.text.template import user_message
 from jetdraft.runtime.text.tools import HERMES, CallFormat, Tools
+from tests import cases
 from tests.programs import refused_option
 
 
@@ -41,42 +42,38 @@ def allowed(model, tools, text):
     return len(matcher.allowed(rows, [0])) == len(rows)
 
 
-@pytest.mark.parametrize(
-    ("options", "texts"),
-    [
-        ({}, {"": True, "Hello": True, "<b>": True, CALL: True, "{": False}),
-        ({"choice": "required"}, {CALL: True, "Hello": False, "": False}),
-        ({"format": HERMES},
-         {"": True, "Hello": True, "<think> {": True, CALL: True, MARKED: True,
-          f"I call.\n{MARKED}": True, f"{MARKED}\n{OTHER}": True,
-          "<tool_call>": False, "a <tool_call> b": False, MARKED[:-1]: False}),
-        ({"format": HERMES, "choice": "f"},
-         {MARKED: True, f"{MARKED}{MARKED}": False, "Hello": False, OTHER: False}),
-        ({"format": HERMES, "choice": "required"}, {f"{MARKED}{MARKED}": True}),
-        ({"format": HERMES, "parallel": False}, {f"{MARKED}{MARKED}": False}),
-        ({"schema": {"const": 5}}, {"5": True, CALL: True, "Hello": False}),
-        ({"schema": {"const": 5}, "format": HERMES},
-         {"5": True, MARKED: True, f"Hi {MARKED}": False, "Hello": False}),
-    ],
+@cases(
+    "options, texts",
+    ({}, {"": True, "Hello": True, "<b>": True, CALL: True, "{": False}),
+    ({"choice": "required"}, {CALL: True, "Hello": False, "": False}),
+    ({"format": HERMES},
+     {"": True, "Hello": True, "<think> {": True, CALL: True, MARKED: True,
+      f"I call.\n{MARKED}": True, f"{MARKED}\n{OTHER}": True,
+      "<tool_call>": False, "a <tool_call> b": False, MARKED[:-1]: False}),
+    ({"format": HERMES, "choice": "f"},
+     {MARKED: True, f"{MARKED}{MARKED}": False, "Hello": False, OTHER: False}),
+    ({"format": HERMES, "choice": "required"}, {f"{MARKED}{MARKED}": True}),
+    ({"format": HERMES, "parallel": False}, {f"{MARKED}{MARKED}": False}),
+    ({"schema": {"const": 5}}, {"5": True, CALL: True, "Hello": False}),
+    ({"schema": {"const": 5}, "format": HERMES},
+     {"5": True, MARKED: True, f"Hi {MARKED}": False, "Hello": False}),
 )  # fmt: skip
 def test_what_may_be_written(model, options, texts):
     tools = Tools([F, G], **options)
     assert {text: allowed(model, tools, text) for text in texts} == texts
 
 
-@pytest.mark.parametrize(
-    ("marked", "text", "names"),
-    [
-        (False, CALL, ["f"]),
-        (False, f" {CALL}", []),
-        (False, CALL[:-1], []),
-        (False, '{"name": "h", "arguments": {}}', []),
-        (False, '{"age": 5}', []),
-        (True, CALL, []),
-        (True, f"I call.\n{MARKED}\n{OTHER}", ["f", "g"]),
-        (True, f"{MARKED}\n<tool_call>{{", ["f"]),
-        (True, "<tool_call>{", []),
-    ],
+@cases(
+    "marked, text, names",
+    (False, CALL, ["f"]),
+    (False, f" {CALL}", []),
+    (False, CALL[:-1], []),
+    (False, '{"name": "h", "arguments": {}}', []),
+    (False, '{"age": 5}', []),
+    (True, CALL, []),
+    (True, f"I call.\n{MARKED}\n{OTHER}", ["f", "g"]),
+    (True, f"{MARKED}\n<tool_call>{{", ["f"]),
+    (True, "<tool_call>{", []),
 )
 def test_what_is_a_call(marked, text, names):
     calls = Tools([F, G], format=HERMES if marked else CallFormat()).calls(text)
@@ -88,15 +85,13 @@ def test_what_is_a_call(marked, text, names):
         assert call.for_template()["function"]["arguments"] == call.arguments
 
 
-@pytest.mark.parametrize(
-    ("marked", "text", "shown"),
-    [
-        (False, "a {", "a {"),
-        (False, "{ a", ""),
-        (True, "{ a", "{ a"),
-        (True, "a < b <tool", "a < b"),
-        (True, "a <tool_call> b <tool", "a"),
-    ],
+@cases(
+    "marked, text, shown",
+    (False, "a {", "a {"),
+    (False, "{ a", ""),
+    (True, "{ a", "{ a"),
+    (True, "a < b <tool", "a < b"),
+    (True, "a <tool_call> b <tool", "a"),
 )
 def test_what_is_certainly_no_call(marked, text, shown):
     tools = Tools([F], format=HERMES if marked else CallFormat())
@@ -241,14 +236,12 @@ def test_a_reference_means_the_same_inside_the_schema_of_a_call(model, choice):
             assert not allowed(model, tools, written(f"f{n}", wrong)), what
 
 
-@pytest.mark.parametrize(
-    ("schema", "words"),
-    [
-        ({"$ref": "#/properties/name"}, "'f': .*'/properties/name' does not exist"),
-        ({"$ref": "https://example.com/other"}, "'f': .*example.com/other"),
-        ({"allOf": 5, "$ref": "#"}, "'f': .*allOf must be an array"),
-        ({"$dynamicRef": "#a"}, "'f': .*dynamicRef"),
-    ],
+@cases(
+    "schema, words",
+    ({"$ref": "#/properties/name"}, "'f': .*'/properties/name' does not exist"),
+    ({"$ref": "https://example.com/other"}, "'f': .*example.com/other"),
+    ({"allOf": 5, "$ref": "#"}, "'f': .*allOf must be an array"),
+    ({"$dynamicRef": "#a"}, "'f': .*dynamicRef"),
 )
 def test_a_reference_to_what_is_not_there_is_refused_by_name(model, schema, words):
     with pytest.raises(OptionError, match=words):
@@ -262,14 +255,12 @@ def test_numbers_that_would_be_rounded_are_refused():
             Tools(functions, **more)
 
 
-@pytest.mark.parametrize(
+@cases(
     "schema",
-    [
-        {"properties": {"const": {"title": 2**53 + 1}}},
-        {"default": {"maximum": 2**53 + 1}},
-        {"examples": [{"const": 2**53 + 1}]},
-        {"dependencies": {"const": {"title": 2**53 + 1}}},
-    ],
+    {"properties": {"const": {"title": 2**53 + 1}}},
+    {"default": {"maximum": 2**53 + 1}},
+    {"examples": [{"const": 2**53 + 1}]},
+    {"dependencies": {"const": {"title": 2**53 + 1}}},
 )
 def test_numbers_that_limit_nothing_may_be_large(schema):
     Tools([tool(schema)])

@@ -41,7 +41,6 @@ REFUSED = {
         + 'r300: "b"\n'},
 }  # fmt: skip
 
-
 TOO_MUCH = r"cannot be followed .*too much time"
 # Half a second of computing, to be read while others have the processor.
 WIDE = "|".join(f"[a-f]{{2}}{i}" for i in range(20_000))
