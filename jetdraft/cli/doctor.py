@@ -81,7 +81,7 @@ def _print_profile(device: Device, as_json: bool) -> None:
         click.echo(json.dumps(fields))
         return
     for name, value in fields.items():
-        for row in value if isinstance(value, tuple) else [value]:
+        for row in value if isinstance(value, tuple) else [value] * bool(value):
             words = row.items() if isinstance(row, dict) else [("", row)]
             shown = ", ".join(f"{key} {own}".strip() for key, own in words if own)
             click.echo(f"{name:19} {shown}")

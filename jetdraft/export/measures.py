@@ -163,6 +163,7 @@ class Measures:
         if self._needs_drafter_recipe:
             with contextlib.suppress(OptionError):  # matrices that no unit contains
                 choice = self._choose_drafter_recipe(target)
+                self.report("measure drafter", 1, 1)
                 self.options = replace(self.options, drafter_recipe=choice.recipe)
                 for name in ("overlap", "full_overlap"):
                     self.overlaps[name] = round(getattr(choice, name), 4)
@@ -253,6 +254,7 @@ class Measures:
         self.report(f"measure {name} in floats", 0, 1)
         with own_attention(model):
             divergence = Divergence(model, windows, moments, rounds_inputs=on_cpu)
+        self.report(f"measure {name} in floats", 1, 1)
         self._divergences[name] = divergence
         return divergence
 

@@ -48,6 +48,7 @@ def choose_recipe(
         if kl <= bound:
             break
         tried.append(recipe)
+    progress("measure recipes", len(rungs), len(rungs))
     bases = [lower for lower in tried if RAISED.get(lower.scheme) == recipe.scheme]
     if bases:
         with suppress(OptionError):  # no mix is within the bound

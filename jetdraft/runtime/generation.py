@@ -220,42 +220,31 @@ class Generation:
     def _prefill(self) -> None:
         """Run what the cache lacks of the prompt, without its last token, in passes.
 
-        The last rows are left to the first round if they fill a pass with the root.
+        The last rows are left to the first round if they fit into its pass.
         """
         cache, end = self._target.cache, len(self.prompt) - 1
         pictures = self.parts.target.pictures
         prefills = prefill_widths(self._target.contract)
-        leaves = self._may_read_late()
-        while (unread := end - cache.length) > 0 and not self.watcher.must_end():
-            if leaves and unread + 1 in self.widths:
-                break
+        late = self.widths[-1] - 1 if self._may_read_late() else 0
+        while (unread := end - cache.length) > late and not self.watcher.must_end():
             picture = 0
             if pictures is not None:
                 unread, picture = pictures.next_rows(cache.length, unread)
             width = picture or self._prefill_width(unread, prefills)
-            stop = cache.length + min(unread, width)
-            self._read(self.prompt[cache.length : stop], width)
+            tokens = self.prompt[cache.length : cache.length + min(unread, width)]
+            answer = self._target.run(tokens, last_only=True, width=width)
+            cache.advance(len(tokens))
+            rows, path = Rows.chain(tokens), range(len(tokens))
+            self._notify_observers(Seen(cache.length + 1, rows, path, answer))
         cache.mark()
 
-    def _read(self, tokens: list[int], width: int, roots: int = 0) -> Answer:
-        """Run tokens of the prompt; commit their rows, but for the last `roots`."""
-        cache, rows = self._target.cache, Rows.chain(tokens)
-        answer = self._target.run(tokens, last_only=True, width=width)
-        length = cache.length + len(tokens) + 1
-        cache.advance(len(tokens) - roots)
-        self._notify_observers(Seen(length, rows, range(len(tokens)), answer))
-        return answer
-
     def _may_read_late(self) -> bool:
-        """Whether the first round has no draft, but reads rows before its root.
-
-        The root must have the bits of a pass over one row.
-        """
-        target, drafting = self._target, self.options.drafting
-        controller = self.proposer_set.controller
+        """Whether the first round has no draft, but reads rows before its root."""
+        target, controller = self._target, self.proposer_set.controller
         plans = not (self.proposers and isinstance(controller, FixedController))
-        can_go_back = not (target.cache.states or self._pictures or drafting.select_kv)
-        has_room = len(self.prompt) < target.cache.capacity and self.widths[0] == 1
+        selects = self.options.drafting.select_kv
+        can_go_back = not (target.cache.states or self._pictures or selects)
+        has_room = len(self.prompt) - 1 + self.widths[-1] <= target.cache.capacity
         return plans and can_go_back and has_room and target is self.parts.target
 
     def _prefill_width(self, unread: int, prefills: Sequence[int]) -> int:
@@ -308,7 +297,7 @@ class Generation:
         target_before, commit_before = target.seconds, target.cache.seconds
 
         # Propose rows below the root, and below what the last pass left unproven.
-        late = list(context[target.cache.length : len(context) - 1])  # of the prompt
+        late = list(context[target.cache.length : -1])  # the end of the prompt
         room = 0 if late else self._most_draft_rows(len(context), limit)
         carried = self._carried[: max(room, 0)]
         known = array("I", [*context, *carried]) if carried else context
@@ -320,11 +309,11 @@ class Generation:
         # Verify: one pass of the target, and for every row one chosen token.
         if matcher is not None:
             matcher.request_masks(draft, context)
-        width = self._pass_width(len(late) + len(draft))
-        if late:
-            rows, answer = draft, self._read([*late, context[-1]], width, roots=1)
-        else:
-            rows, answer = target.verify(draft, width, offer.probing)
+        given = Rows.chain([*late, context[-1]]) if late else draft
+        ran, whole = target.verify(given, self._pass_width(len(given)), offer.probing)
+        rest = whole.rows(slice(len(late), None)) if late else whole
+        rows, answer = (draft if late else ran), rest
+        target.cache.advance(len(late))
         positions = [len(context) + depth for depth in rows.depths]
         processed = self.chooser.process(answer, rows, context)
         chosen = self.verifier.choose(rows, processed, positions, self.chooser)
@@ -339,12 +328,12 @@ class Generation:
             matcher.request_forced(context, tokens)
         proven = target.commit(path, self._ends_at_gap)
         committed, self._carried = tokens[:proven], tokens[proven:]
-        if not late:
-            self._notify_observers(Seen(len(context) + len(tokens), rows, path, answer))
+        shown = [*range(len(late)), *(len(late) + row for row in path)]
+        self._notify_observers(Seen(len(context) + len(tokens), ran, shown, whole))
 
         round_ = Round(
             method=offer.method,
-            width=width if late else self._pass_width(len(rows)),
+            width=self._pass_width(len(ran)),
             drafted=offer.rows.drafted,
             # The first entries are about carried tokens, which no proposer drafted now.
             ranks=rows.ranks(path)[len(carried) :],
@@ -352,7 +341,7 @@ class Generation:
             draft_seconds=draft_seconds,
             commit_seconds=target.cache.seconds - commit_before,
             probes=answer.probe_count,
-            off=self._no_draft_reason(limit - len(context), offer),
+            off=self._no_draft_reason(limit - len(context), offer, bool(late)),
             asked={p.traits.name: spent for p, spent in offer.asked.items()},
             evidence=offer.evidence,
             seconds=0.0 if late else time.perf_counter() - started - offer.late_seconds,
@@ -388,7 +377,7 @@ class Generation:
         self._namer.push([entry.token])
         return replace(entry, names=names)
 
-    def _no_draft_reason(self, room: int, offer: Offer) -> str:
+    def _no_draft_reason(self, room: int, offer: Offer, late: bool) -> str:
         """Why a round had no draft, for `Stats.off`; empty if it had a draft."""
         if offer.rows.drafted:
             return ""
@@ -400,7 +389,7 @@ class Generation:
             return "no wider pass is exact here; --no-exact can draft"
         if offer.asked and not any(rows for rows, _ in offer.asked.values()):
             return "nothing was proposed"
-        return "a draft would not pay"
+        return "its pass read the prompt's end" if late else "a draft would not pay"
 
     def _session_seconds(self) -> float:
         own = self._target.seconds + self._target.cache.seconds

@@ -437,7 +437,10 @@ class Model:
             # Rows of a longer text can be copied, but a head reads features beside.
             is_held = parts.prefix.reusable_rows([*tokens, 0], True) == len(tokens)
             is_alone = parts.drafter is None or parts.drafter.contract.stands_alone
-            if not (is_held and is_alone) or parts.target.cache.states:
+            if is_held and is_alone and not parts.target.cache.states:
+                if parts.draft_cache is not None:  # it may hold another text's rows
+                    parts.draft_cache.begin(tokens)
+            else:
                 # All proposers see the prompt. A stream left early is in no store.
                 given: Any = {"method": AUTO, "max_new_tokens": 1}
                 with self.stream(token_ids=tokens, **given) as left:

@@ -252,6 +252,7 @@ def _read_input(asked: Json) -> tuple[Json, bool]:
         body["max_completion_tokens"] = body.pop("max_output_tokens")
     messages = []
     if system := body.pop("instructions", None):
+        system = read_content(system, "instructions")
         messages.append({"role": "system", "content": system})
     items = asked["input"]
     if isinstance(items, str):
@@ -277,7 +278,7 @@ def _read_item(item: Json, at: str) -> Json:
     """OpenAI's message of an item of the input, or a part of the assistant's."""
     kind = item.get("type", "message")
     if kind == "message":
-        content = read_content(item["content"], f"{at}.content")
+        content = item["content"] and read_content(item["content"], f"{at}.content")
         return {"role": item["role"], "content": content}
     if kind == "function_call":
         call = {"name": item["name"], "arguments": item["arguments"]}

@@ -420,10 +420,10 @@ def read_part(part: object, at: str) -> Message:
             data = f"data:;base64,{text}"
         case _:
             raise _field_error(at, "a text, or an image in base64")
-    start, _, encoded = data.partition(";base64,")
+    start, mark, encoded = data.partition(";base64,")
     if data.startswith("file://"):
         return {"type": "image", "image": Path(unquote(data.removeprefix("file://")))}
-    if not start.startswith("data:") or not encoded:
+    if not start.startswith("data:") or not mark:
         rule = "an image as data:image/png;base64,...; this server fetches nothing"
         raise _field_error(at, rule)
     try:

@@ -285,7 +285,7 @@ class Job:
             if written < request.count:
                 self._post_event(result)
         self._has_ended, self.deadline = True, inf  # nothing is left to cancel
-        if prefixes is not None:
+        if prefixes is not None and not self._cancelled:
             for prompt in prompts:
                 prefixes.save(model, prompt)
         return result
@@ -359,7 +359,7 @@ class PrefixFolder:
             model.save_prefix(file, ids[:shared])
             with self._lock:
                 self._saved[file] = _read_tokens(file)
-        except (JetdraftError, OSError) as error:
+        except Exception as error:  # no text depends on the file
             self._drop(file, error)
 
     def _longest(self, model: Model, prompt: Sequence[int]) -> tuple[int, Path | None]:

