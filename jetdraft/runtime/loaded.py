@@ -303,7 +303,7 @@ class LoadedBundle:
             fact = f"the prompt has {len(places)} places for {len(images)} images"
             if is_row:
                 fact = f"the prompt has {vision.token}, which stands for an image's row"
-            fix = f"write {vision.place} for each image and nothing else, or chat"
+            fix = f"write {vision.place} once for each image, and in no other text"
             raise OptionError(f"{fact}; {fix}", "images")
         pictures, ids, start = list[Tiles](), list[int](), 0
         capacity = self.target.contract.capacity

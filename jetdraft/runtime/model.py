@@ -19,7 +19,6 @@ from jetdraft.runtime.generation import Generation
 from jetdraft.runtime.loaded import LoadedBundle
 from jetdraft.runtime.passes import pictures
 from jetdraft.runtime.passes.opener import LoadOptions
-from jetdraft.runtime.passes.pictures import PictureInput, read_pictures
 from jetdraft.runtime.passes.prefix import load_prefix, save_prefix
 from jetdraft.runtime.piece import Result
 from jetdraft.runtime.planning.drafting import Drafting
@@ -317,7 +316,7 @@ class Model:
         ids = self.chat_prompt(messages, **{"tools": functions, **(template or {})})
         if images := take_images(messages)[1]:
             given = self._as_options(options, fields)
-            options = replace(given, images=read_pictures(images))
+            options = replace(given, images=pictures.read_pictures(images))
             fields = {}
         result = self.stream_reply(ids, options, tools=tools, **fields).result()
         return replace(result, calls=tools.calls(result.text) if tools else [])
@@ -377,12 +376,14 @@ class Model:
             model.stream_reply(model.chat_prompt(messages))
         """
         self.parts.split_prompt([])
-        messages, _ = take_images(check_messages(messages))
+        messages, images = take_images(check_messages(messages))
+        if images and self.bundle.vision is None:
+            raise OptionError(pictures.NO_IMAGES, "images")
         text = self.template.render(messages, **variables)
         check_characters(len(text), self.bundle.target.contract.capacity)
         return self.parts.text.encode(text, add_special=False)
 
-    def encode_image(self, image: PictureInput) -> bool:
+    def encode_image(self, image: pictures.PictureInput) -> bool:
         """Encode an image that a later prompt shows, so that its text begins sooner.
 
         Any thread may call it, also during a generation; it does nothing and returns

@@ -367,7 +367,7 @@ class Service:
         dialect = DIALECTS.get(path, COMPLETIONS)
         if path.startswith("/api/"):
             dialect = ollama_api.CHAT
-        elif "anthropic-version" in request.headers:
+        elif "anthropic-version" in request.headers or path.startswith("/v1/messages"):
             dialect = MESSAGES
         self._count_request(request, status)
         fields = refusal_fields(fact, status, chat=dialect is not COMPLETIONS)

@@ -15,6 +15,7 @@ from jetdraft.server.reply import Chunks, Json, Reply
 # OpenAI's fields by Ollama's.
 _RENAMED = {"num_predict": "max_tokens", "repeat_penalty": "repetition_penalty"}
 _NANOSECONDS = 1e9  # In a second.
+_TEXTS = ("prompt", "suffix", "messages")  # What a text continues.
 
 
 def _read_options(asked: Json) -> Json:
@@ -76,7 +77,8 @@ def _head(name: str, done: bool) -> Json:
 
 def loaded(name: str, asked: Json) -> Json:
     """The answer to a request without a text, which loads a model; {} to others."""
-    if any(asked.get(field) for field in ("prompt", "suffix", "messages")):
+    fields = {"model", "stream", "options", "keep_alive", *_TEXTS}
+    if any(asked.get(field) for field in _TEXTS) or asked.keys() - fields:
         return {}
     message = {"message": {"role": "assistant", "content": ""}}
     said = message if "messages" in asked else {"response": ""}

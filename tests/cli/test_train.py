@@ -47,7 +47,7 @@ def test_from_a_text_to_drafts(target, text, tmp_path):
     )
     assert "stream" in exported.stderr
     shown = jetdraft("check", "--no-run", bundle).stdout
-    assert all(w in shown for w in ("streams       gamma 2, layers 2,", "lossless"))
+    assert all(w in shown for w in ("streams  ", " gamma 2,", " layers 2,", "lossless"))
     how = ("--max-new-tokens", "24", "--threads", "1", "--json")
     write = ("generate", bundle, "-p", " self", *how, "--method")
     plain, drawn = (json.loads(jetdraft(*write, m).stdout) for m in ("none", "stream"))

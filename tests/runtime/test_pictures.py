@@ -585,7 +585,6 @@ SEEN = {
 }
 UNSEEN = ["http://x/y.png", "data:image/png;base64,###", "x.png"]
 FROM_URL = {"type": "image", "source": {"type": "url", "url": "http://x/y.png"}}
-FROM_STORE = {"type": "input_image", "file_id": "file_1"}
 REFUSED = [  # Where an image stands, in the words of each API.
     *((CHAT, "messages", asked({"image_url": {"url": url}}),
        "messages[0].content[0] must be an image") for url in UNSEEN),
@@ -593,7 +592,7 @@ REFUSED = [  # Where an image stands, in the words of each API.
      "the image cannot be read"),
     ("/v1/messages", "messages", asked(text_of("a"), FROM_URL),
      "messages[0].content[1] must be a text, or an image in base64"),
-    ("/v1/responses", "input", [*INPUT, *asked(FROM_STORE)],
+    ("/v1/responses", "input", [*INPUT, *asked({"file_id": "f"})],
      "input[1].content[0] must be a text, or an image in base64"),
     ("/api/chat", "messages", [OF_OLLAMA[0] | {"images": [DATA, "###"]}],
      "messages[0].images[1] must be an image in base64"),
@@ -639,10 +638,9 @@ def test_a_camera_and_the_command_line(both, tmp_path):
     done = CliRunner().invoke(cli, [*common, "--image", str(tmp_path / "x.png")])
     said = both[0].chat(asked(image_of(picture(9)), text_of("a")), max_new_tokens=4)
     assert done.stdout.startswith(said.text)
-    done = CliRunner().invoke(cli, [*common, "--image", str(tmp_path)])
-    assert done.exit_code == 2
-    done = CliRunner().invoke(cli, [*common, "--image", "http://x/y.png"])
-    assert "y.png would be fetched; give a file" in done.stderr
+    for given, words in ((tmp_path, "not an image"), ("http://x", "would be fetched")):
+        done = CliRunner().invoke(cli, [*common, "--image", str(given)])
+        assert (done.exit_code, words in done.stderr) == (2, True)
     talk = ["chat", str(bundle), "-n", "4", "--image", str(tmp_path / "x.png")]
     done = CliRunner().invoke(cli, [*talk, "--temperature", "0"], input="a\n/image y\n")
     assert done.stdout.startswith(said.text)

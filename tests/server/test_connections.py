@@ -446,7 +446,6 @@ async def test_a_job_cancels_its_stream_and_not_only_the_model():
     windows = Windows()
     job, queue = job_of(windows)
     await asyncio.to_thread(windows.started.wait, 20)
-    assert queue.generating == 1
     job.cancel()
     await job.results()
     assert queue.generating == 0, "its client may go on at once"

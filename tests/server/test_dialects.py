@@ -311,14 +311,14 @@ def message_of(path, error):
 
 WRONG = (
     (MESSAGES, {}, "'messages' is missing"),
-    (MESSAGES, {"messages": 5}, "not as this API documents it"),
+    (MESSAGES, {"messages": 5}, "a field has another type than in this API"),
     (MESSAGES, {"messages": []}, "list of messages"),
     (MESSAGES, {"messages": [*HELLO, {"role": "assistant", "content": "a"}]}, "end"),
     (MESSAGES, {"messages": HELLO, "tools": [{"type": "bash"}]}, "'bash' does not run"),
     (MESSAGES, {"messages": HELLO, "mcp_servers": [{}]}, "mcp_servers is not suppo"),
     (MESSAGES, {"messages": HELLO, "model": "x"}, "ask for 'toy'"),
     (RESPONSES, {}, "'input' is missing"),
-    (RESPONSES, {"input": [5]}, "not as this API documents it"),
+    (RESPONSES, {"input": [5]}, "a field has another type than in this API"),
     (RESPONSES, {"input": "a", "previous_response_id": "r"}, "previous_response_id"),
     (RESPONSES, {"input": [{"type": "item_reference", "id": "a"}]}, "item_reference"),
     (RESPONSES, {"input": "a", "tools": [{"type": "web_search"}]}, "web_search"),
@@ -327,11 +327,9 @@ WRONG = (
     ("/api/chat", {"model": "toy", "messages": [{"role": "x"}]}, "role must be one"),
     ("/api/chat", {"model": "toy", "messages": HELLO, "options": 5}, "documents"),
     ("/api/chat", {"model": "toy", "messages": HELLO, "options": {"mirostat": 1}}, "m"),
-    (
-        "/api/generate",
-        {"model": "toy", "prompt": "a", "context": [1]},
-        "context is not supported",
-    ),
+    ("/api/generate", {"model": "toy", "prompt": "a", "context": [1]}, "context is n"),
+    ("/api/generate", {"model": "toy", "promt": "a"}, "did you mean prompt?"),
+    ("/api/chat", {"model": "toy", "mesages": HELLO}, "'messages' is missing"),
     ("/api/generate", {"model": "toy", "prompt": "a", "suffix": "b"}, "fim_middle"),
 )
 

@@ -398,8 +398,6 @@ def test_a_beginning_that_two_prompts_share_is_read_once(pool, tmp_path):
     other.forget()
     found = answered(folder, first, *ASKED[:2])
     [file] = (tmp_path / "new").glob("own/*.npz")
-    longer = [*ASKED[1], *found[1].token_ids]
-    assert first.parts.prefix.reusable_rows(longer, True) == len(longer) - 1
     # Another client's model, and the same folder after a restart.
     found += answered(folder, other, ASKED[2])
     again = PrefixFolder(tmp_path / "new", "own", 10**9)
@@ -410,18 +408,25 @@ def test_a_beginning_that_two_prompts_share_is_read_once(pool, tmp_path):
     assert list((tmp_path / "new").glob("own/*.npz")) == [file]
 
 
-def test_a_conversation_that_goes_on_is_not_written(pool, tmp_path):
+def test_a_growing_conversation_and_short_beginnings_are_not_written(pool, tmp_path):
     folder, prompt = PrefixFolder(tmp_path, "own", 10**9), list(SYSTEM)
     for _ in range(3):
         answered(folder, pool.models[0], prompt)
         prompt += prompt[:7]
-    assert not list(tmp_path.glob("own/*"))
-
-
-def test_short_beginnings_are_not_written(pool, tmp_path):
-    folder = PrefixFolder(tmp_path, "own", 10**9)
     answered(folder, pool.models[0], *(p[-9 - MIN_ROWS + 1 :] for p in ASKED))
     assert not list(tmp_path.glob("own/*"))
+
+
+def test_a_saved_beginning_has_its_own_drafters_rows_and_cuts_no_text(pool, tmp_path):
+    text, saved = SYSTEM * 2, []  # longer than what a drafter compares
+    for model, before in zip(pool.models, (text[::-1], text), strict=True):
+        model.generate(token_ids=before, method="draft", **OPTIONS)
+        model.generate(token_ids=[*text, *text[:9]], method="none", **OPTIONS)
+        model.save_prefix(tmp_path / "saved.npz", text)
+        assert model.parts.prefix.reusable_rows(text * 2, True) >= len(text) + 9
+        saved.append(dict(np.load(tmp_path / "saved.npz")))
+    same = [np.array_equal(saved[0][n], saved[1][n]) for n in saved[0] if "/" in n]
+    assert (len(same) > 2, all(same)) == (True, True)
 
 
 def test_files_have_a_bound(pool, tmp_path):
