@@ -150,6 +150,6 @@ def _run_command(talk: Conversation, line: str, images: list[PictureInput]) -> N
     elif order in ("/save", "/load") and rest:
         (talk.save if order == "/save" else talk.load)(rest[0])
     else:
-        is_known = order in f"/help {HELP_TEXT}"
+        is_known = order in ("/help", *HELP_TEXT.split())
         unknown = "" if is_known else f"no command {line!r}; there are\n"
         click.echo(unknown + HELP_TEXT, err=True)

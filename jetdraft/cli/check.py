@@ -280,7 +280,8 @@ def _graph_lines(name: str, entry: GraphEntry) -> Iterator[str]:
     if entry.streams is not None:
         own = ", ".join(f"{name} {value}" for name, value in entry.streams.items())
         yield f"  streams       {own}"
-    for field in ("feature_input", "recent", "ahead", "reads", "guesses", "block"):
+    sizes = ("feature_input", "draft_vocab", "recent", "ahead")
+    for field in (*sizes, "reads", "guesses", "block"):
         if value := getattr(contract, field):
             yield f"  {field:13} {value}"
     yield f"  parameters    {entry.parameters:,}"

@@ -36,7 +36,7 @@ def choose_recipe(
     """Choose the cheapest recipe whose KL is at most `bound`; return it and its KL.
 
     It tries the `RUNGS` of a kernel, the cheapest first, then a mix of two. The KL is
-    the mean in nats per token. `progress(stage, done, total)` goes before each step.
+    the mean in nats per token. `progress(stage, done, total)` precedes each step.
     """
     tried: list[Recipe] = []
     rungs = RUNGS[kernel]

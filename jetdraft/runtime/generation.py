@@ -242,10 +242,10 @@ class Generation:
         """Whether the first round has no draft, but reads rows before its root."""
         target, controller = self._target, self.proposer_set.controller
         plans = not (self.proposers and isinstance(controller, FixedController))
-        selects = self.options.drafting.select_kv
-        can_go_back = not (target.cache.states or self._pictures or selects)
+        reads_all = not (self._pictures or self.options.drafting.select_kv)
         has_room = len(self.prompt) - 1 + self.widths[-1] <= target.cache.capacity
-        return plans and can_go_back and has_room and target is self.parts.target
+        is_plain = target is self.parts.target and not target.cache.states
+        return plans and reads_all and has_room and is_plain
 
     def _prefill_width(self, unread: int, prefills: Sequence[int]) -> int:
         """The width of the next pass, with `unread` tokens of the prompt left."""
@@ -311,8 +311,8 @@ class Generation:
             matcher.request_masks(draft, context)
         given = Rows.chain([*late, context[-1]]) if late else draft
         ran, whole = target.verify(given, self._pass_width(len(given)), offer.probing)
-        rest = whole.rows(slice(len(late), None)) if late else whole
-        rows, answer = (draft if late else ran), rest
+        rows = draft if late else ran
+        answer = whole.rows(slice(len(late), None)) if late else whole
         target.cache.advance(len(late))
         positions = [len(context) + depth for depth in rows.depths]
         processed = self.chooser.process(answer, rows, context)

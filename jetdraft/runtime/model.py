@@ -443,8 +443,8 @@ class Model:
                     parts.draft_cache.begin(tokens)
             else:
                 # All proposers see the prompt. A stream left early is in no store.
-                given: Any = {"method": AUTO, "max_new_tokens": 1}
-                with self.stream(token_ids=tokens, **given) as left:
+                left = self.stream(token_ids=tokens, method=AUTO, max_new_tokens=1)
+                with left:
                     next(left, None)
             # A prompt as long as the buffers leaves its last token unread.
             rows, waiting = tokens[: parts.target.cache.length], None

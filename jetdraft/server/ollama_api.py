@@ -45,9 +45,8 @@ def _read_chat(asked: Json) -> tuple[Json, bool]:
     for place, message in enumerate(asked["messages"]):
         fields: dict[str, Any] = {k: v for k, v in message.items() if v != []}
         if images := fields.pop("images", None):
-            fields["content"] = _with_images(
-                fields["content"], images, f"messages[{place}].images"
-            )
+            at = f"messages[{place}].images"
+            fields["content"] = _with_images(fields["content"], images, at)
         if "tool_calls" in fields:
             numbered = enumerate(fields["tool_calls"])
             calls = [{"id": f"call_{i}", **call} for i, call in numbered]
@@ -77,8 +76,8 @@ def _head(name: str, done: bool) -> Json:
 
 def loaded(name: str, asked: Json) -> Json:
     """The answer to a request without a text, which loads a model; {} to others."""
-    fields = {"model", "stream", "options", "keep_alive", *_TEXTS}
-    if any(asked.get(field) for field in _TEXTS) or asked.keys() - fields:
+    more = "model stream options keep_alive system template format raw images context"
+    if asked.keys() - {*_TEXTS, *more.split()} or any(map(asked.get, _TEXTS)):
         return {}
     message = {"message": {"role": "assistant", "content": ""}}
     said = message if "messages" in asked else {"response": ""}

@@ -310,9 +310,9 @@ class Dialect:
         try:
             return self.read(asked)
         except (AttributeError, KeyError, TypeError) as error:
-            is_missing, other = isinstance(error, KeyError), "a field has another type"
-            fact = f"{error} is missing" if is_missing else f"{other} than in this API"
-            raise RequestError(f"{fact}; see its documents") from error
+            missing = f"{error} is missing" if isinstance(error, KeyError) else ""
+            fact = missing or "a field has another type than in this API"
+            raise RequestError(f"{fact}; see its documentation") from error
 
 
 CHATS = Dialect(lambda body: (body, True), last="data: [DONE]\n\n")

@@ -325,7 +325,7 @@ WRONG = (
     (RESPONSES, {"input": "a", "top_logprobs": 3}, "logprobs"),
     ("/api/chat", {"messages": HELLO}, "'model' is missing"),
     ("/api/chat", {"model": "toy", "messages": [{"role": "x"}]}, "role must be one"),
-    ("/api/chat", {"model": "toy", "messages": HELLO, "options": 5}, "documents"),
+    ("/api/chat", {"model": "toy", "messages": HELLO, "options": 5}, "another"),
     ("/api/chat", {"model": "toy", "messages": HELLO, "options": {"mirostat": 1}}, "m"),
     ("/api/generate", {"model": "toy", "prompt": "a", "context": [1]}, "context is n"),
     ("/api/generate", {"model": "toy", "promt": "a"}, "did you mean prompt?"),
