@@ -284,10 +284,6 @@ class StepContract:
         behind = self.prefix + self.max_width * self.streams * self.members
         return min(self.max_width + (behind if self.streams else 0), self.slots)
 
-    def probe_slots(self, probes: int) -> int:
-        """Return how many KV slots `probes` take after the rows, with their prefix."""
-        return self.prefix + probes * self.members if probes else 0
-
     @property
     def mask_inputs(self) -> tuple[TensorSpec, ...]:
         """Inputs: 1 in line i hides slot `draft_start` + i - 1; line 0 all before."""

@@ -52,13 +52,6 @@ def check_experts(
         check_stack(stack, is_grid, count)
 
 
-def check_checkpoint(name: str, checkpoint: Checkpoint, options: ExportOptions) -> None:
-    """Raise a `JetdraftError` if the options cannot export the checkpoint `name`."""
-    rules = _check_source, _check_probes, _check_taps, _check_select, _check_adapters
-    for rule in rules:
-        rule(name, checkpoint, options)
-
-
 def _check_source(name: str, checkpoint: Checkpoint, options: ExportOptions) -> None:
     if not (checkpoint.reads_source or checkpoint.embedding):
         return
@@ -219,3 +212,7 @@ def check_raised(recipe: Recipe, contract: StepContract, target: Checkpoint) -> 
     if recipe.raised and recipe.raised[-1] >= layers:
         fact = f"{recipe.name} raises layer {recipe.raised[-1]}"
         raise OptionError(f"{fact}; the model has layers 0 to {layers - 1}")
+
+
+# Each raises a `JetdraftError` if the options cannot export a checkpoint of this name.
+RULES = _check_source, _check_probes, _check_taps, _check_select, _check_adapters

@@ -202,7 +202,8 @@ def _check_and_contract(
     checkpoints: Mapping[str, Checkpoint], options: ExportOptions
 ) -> dict[str, StepContract]:
     for name, checkpoint in checkpoints.items():
-        checks.check_checkpoint(name, checkpoint, options)
+        for rule in checks.RULES:
+            rule(name, checkpoint, options)
     named = checkpoints.items()
     contracts = {n: _make_contract(n, checkpoint, options) for n, checkpoint in named}
     for name, checkpoint in checkpoints.items():

@@ -6,7 +6,6 @@ from base64 import b64decode
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
-from hashlib import sha256
 from math import inf
 from pathlib import Path
 from typing import Any, Self
@@ -180,7 +179,7 @@ class GenerationRequest(ModelRequest):
     @property
     def beginning(self) -> str:
         given = [self.model, *self.prompts[:1], *self.messages]
-        return json.dumps(given, default=_image_digest).rstrip('"]')
+        return json.dumps(given, default=hash).rstrip('"]')
 
     def streams(self, model: Model) -> Iterator[Stream]:
         """Start the texts in turn: i has the seed plus i, all share `max_seconds`."""
@@ -430,10 +429,6 @@ def read_part(part: object, at: str) -> Message:
         return {"type": "image", "image": b64decode(encoded, validate=True)}
     except ValueError as error:
         raise _field_error(at, f"an image in base64 ({error})") from error
-
-
-def _image_digest(image: bytes | Path) -> str:
-    return str(image) if isinstance(image, Path) else sha256(image).hexdigest()
 
 
 def _read_call(call: Any, at: str) -> Any:

@@ -58,7 +58,7 @@ class RecallProposer(Proposer):
                 script.follow(output[max(0, end - LONGEST_ENDING) : end])
         self._read = output
         best = max(self._scripts, key=lambda script: script.agreed, default=None)
-        draft = [] if best is None else best.next_tokens(budget)
+        draft = [] if best is None or best.lost else best.tokens[best.place :][:budget]
         return Rows.chain([context[-1], *draft])
 
 
@@ -68,10 +68,6 @@ class Script:
     def __init__(self, tokens: list[int]) -> None:
         self.tokens = tokens
         self.place, self.agreed, self.lost = 0, 0, False
-
-    def next_tokens(self, count: int) -> list[int]:
-        """Return the next tokens, at most `count`; [] while it is lost."""
-        return [] if self.lost else self.tokens[self.place : self.place + count]
 
     def follow(self, output: Sequence[int]) -> None:
         """Move `place` past the last token of `output`, or to its next ending."""

@@ -212,8 +212,9 @@ class Graph:
 
     def _fitting_probes(self, probing: Probing, rows: int, room: int) -> Probes:
         """The probes of a pass; `NO_PROBES` if they do not fit into the buffers."""
-        probes = probing.of(rows)
-        return probes if self.contract.probe_slots(probes.total) <= room else NO_PROBES
+        probes, contract = probing.of(rows), self.contract
+        slots = contract.prefix + probes.total * contract.members
+        return probes if slots <= room else NO_PROBES
 
     def _probe_slots(
         self, probes: Probes, ancestors: Sequence[Sequence[int]]

@@ -254,22 +254,12 @@ class Tools:
         while not is_broken and (begin := self._find_call(text, at)) >= 0:
             start = begin + len(self.format.begin)
             found, end = self._read_begun(text, start)
-            is_cut = found and found[-1].arguments is None
             try:
-                pairs, whole_end = ([], 0) if is_cut else self._read_calls(text, start)
-                is_known = {name for name, _ in pairs} <= {*self.names}
-                # Infinite numbers and lone surrogates are no JSON.
-                json.dumps(pairs, ensure_ascii=False, allow_nan=False).encode()
-                same = zip(pairs, found, strict=False)
-                is_known &= all(pair == (c.name, c.arguments) for pair, c in same)
-                is_broken = not pairs or not is_known
+                found, end = self._read_calls(text, start, found, end)
             except _BROKEN:
                 is_broken = True
-            if not is_broken:
-                more = [ToolCall(*pair) for pair in pairs[len(found) :]]
-                found, end = found + more, whole_end
-            elif not (begun and found):
-                break
+                if not (begun and found):
+                    break
             calls, said, at = calls + found, said + text[at:begin], end
         return calls, said + text[at:]
 
@@ -277,11 +267,9 @@ class Tools:
         """Calls at a place, of which the last may break off, and where they end."""
         calls, form = list[ToolCall](), self.format
         while (form.listed or not calls) and (head := self._head.match(text, at)):
-            arguments, at = None, len(text)
+            arguments, (written, at) = None, self._arguments(head[1], text, head.end())
             with suppress(*_BROKEN):
-                arguments, at = _decode_long(text, head.end())
-                arguments, _ = _decode(text, head.end())
-            written = text[head.end() : at]
+                arguments = json.loads(written)
             calls.append(ToolCall(head[1], arguments, text=written))
             if form.name is None:  # the object that holds them
                 with suppress(ValueError):
@@ -290,15 +278,32 @@ class Tools:
 
     @cached_property
     def _head(self) -> re.Pattern[str]:
-        """A call up to the `{` of its arguments, in formats that write them as JSON."""
+        """A call up to its arguments, or to the `{` of arguments that are JSON."""
         form, names = self.format, "|".join(map(re.escape, self.names))
-        if form.pair:
-            return re.compile("(?!)")
+        first = r"\s*[\[,]\s*" if form.listed else r"\s*"
         if form.name:
-            return re.compile(rf"\s*({names}){re.escape(form.name[1])}(?=\{{)")
-        before = r"\s*[\[,]\s*\{" if form.listed else r"\s*\{"
+            before, after = re.escape(form.name[0].strip()), re.escape(form.name[1])
+            ahead = "" if form.pair else r"(?=\{)"
+            return re.compile(f"{first}{before}({names}){after}{ahead}")
         keys = rf'\s*"name"\s*:\s*"({names})"\s*,\s*"{form.arguments}"\s*:\s*'
-        return re.compile(before + keys + r"(?=\{)")
+        return re.compile(first + r"\{" + keys + r"(?=\{)")
+
+    def _arguments(self, name: str, text: str, at: int) -> tuple[str, int]:
+        """Arguments as JSON, as far as they are written, and where they end."""
+        if self.format.pair is None:
+            return _read_value(text, at)
+        if self.format.quotes == _QUOTE:
+            return _read_gemma(text, at - 1, self.format.end)
+        tool = next(t for t in self.functions if t["function"]["name"] == name)
+        properties, parts = _properties(tool["function"]), list[str]()
+        key, read, close = _NOTATIONS[self.format.quotes]
+        while match := key.match(text, at):
+            value, at = read(text, match.end(), properties.get(match[1], {}))
+            parts.append(f"{json.dumps(match[1])}: {value}")
+        written = "{" + ", ".join(parts)
+        with suppress(ValueError):
+            return written + "}", _skip(text, at, close)
+        return written, len(text)
 
     def _find_call(self, text: str, start: int) -> int:
         """Where the next call begins, from `start` on; -1 without a call."""
@@ -307,36 +312,34 @@ class Tools:
         first = "[" if self.format.listed else "{"
         return 0 if start == 0 and text.startswith(first) else -1
 
-    def _read_calls(self, text: str, at: int) -> tuple[list[tuple[str, Any]], int]:
-        """Names and arguments of calls at a place, and where they end."""
+    def _read_calls(
+        self, text: str, at: int, begun: list[ToolCall], end: int
+    ) -> tuple[list[ToolCall], int]:
+        """Calls that `begun` begin, and where they end; raises if a call is broken."""
         form = self.format
-        at = _skip(text, at)
         if form.name is None:
-            value, end = _decode(text, at)
-            calls = value if form.listed else [value]
-            keys = ("arguments", "parameters")
-            pairs = [(c["name"], c[keys["arguments" not in c]]) for c in calls]
-        elif form.listed:
-            pairs, end = _read_python(text, at)
+            value, end = _decode(text, _skip(text, at))
+            keys, listed = (
+                ("arguments", "parameters"),
+                value if form.listed else [value],
+            )
+            pairs = [(c["name"], c[keys["arguments" not in c]]) for c in listed]
         else:
-            before, after, close = form.name
-            at = _skip(text, at, before.strip())
-            functions = {tool["function"]["name"]: tool for tool in self.functions}
-            name = next(n for n in functions if text.startswith(n + after, at))
-            at += len(name + after)
-            if form.pair is None:
-                arguments, end = _decode(text, at)
-            elif form.quotes:
-                end = text.index(form.end, at)
-                arguments = _read_gemma(text[at - 1 : end])
-            else:
-                properties = _properties(functions[name]["function"])
-                arguments, end = _read_parameters(text, at, properties)
-                end = _skip(text, end, close.strip())
-            pairs = [(name, arguments)]
+            pairs = [(call.name, json.loads(call.text)) for call in begun]
+            end = _skip(text, end, "]") if form.listed else end
+        # Infinite numbers and lone surrogates are no JSON.
+        json.dumps(pairs, ensure_ascii=False, allow_nan=False).encode()
+        same = (p == (c.name, c.arguments) for p, c in zip(pairs, begun, strict=False))
+        if (
+            not pairs
+            or not {name for name, _ in pairs} <= {*self.names}
+            or not all(same)
+        ):
+            raise ValueError(text)
         after_space = _skip(text, end)
-        is_closed = text.startswith(form.end, after_space)
-        return pairs, after_space + len(form.end) if form.end and is_closed else end
+        if form.end and text.startswith(form.end, after_space):
+            end = after_space + len(form.end)
+        return begun + [ToolCall(*pair) for pair in pairs[len(begun) :]], end
 
     def shown(self, text: str) -> int:
         """How many characters come before all calls and the space before a call."""
@@ -363,52 +366,63 @@ def _skip(text: str, at: int, mark: str = "") -> int:
     return at + len(mark)
 
 
-_CALL, _KEY = re.compile(r"\s*([^\s(]+)\("), re.compile(r"[\s,]*([^\s=(),]+)=\s*")
-_PYTHON_WORDS = {"True": True, "False": False, "None": None}
-_PYTHON_WORD = re.compile("True|False|None")
+_PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
 
 
-def _read_python(text: str, at: int) -> tuple[list[tuple[str, Any]], int]:
-    """The calls in a list in Python's notation, `[f(x=1), g()]`, with JSON's values."""
-    pairs, mark = list[tuple[str, Any]](), "["
-    while mark != "]":
-        if not (call := _CALL.match(text, _skip(text, at, mark))):
-            raise ValueError(text)
-        name, at, found = call[1], call.end(), dict[str, Any]()
-        while key := _KEY.match(text, at):
-            at = key.end()
-            if word := _PYTHON_WORD.match(text, at):
-                found[key[1]], at = _PYTHON_WORDS[word[0]], word.end()
-            else:
-                found[key[1]], at = _decode(text, at)
-        pairs.append((name, found))
-        at = _skip(text, at, ")")
-        mark = "," if text.startswith(",", _skip(text, at)) else "]"
-    return pairs, _skip(text, at, "]")
+def _read_value(text: str, at: int) -> tuple[str, int]:
+    """A value in JSON, as far as it is written, and its end."""
+    end = len(text)
+    with suppress(*_BROKEN):
+        _, end = _decode_long(text, at)
+    return text[at:end], end
 
 
-def _read_gemma(text: str) -> Any:
-    """The arguments in Gemma's notation, `{x:<|"|>a<|"|>,y:[1]}`."""
-    parts = text.split(_QUOTE)
+def _read_python(text: str, at: int, _: Schema) -> tuple[str, int]:
+    """A value in Python's notation as JSON, as far as it is written, and its end."""
+    if text[at : at + 1] not in "TFN":
+        return _read_value(text, at)
+    words = (word for word in _PYTHON_WORDS if text.startswith(word, at))
+    return next(((_PYTHON_WORDS[w], at + len(w)) for w in words), ("", len(text)))
+
+
+def _read_gemma(text: str, at: int, mark: str) -> tuple[str, int]:
+    """Arguments in Gemma's notation, `{x:<|"|>a<|"|>,y:[1]}`, like `_read_python`."""
+    written, closed, _ = text[at:].partition(mark)
+    parts = (written if closed else _sure(written, mark)).split(_QUOTE)
+    is_text = len(parts) % 2 == 0
+    if not closed:  # A mark, a key or a number may go on.
+        sure = len(_sure(parts[-1], _QUOTE)), 1 + max(map(parts[-1].rfind, "{}[],:"))
+        parts[-1] = parts[-1][: sure[not is_text]]
     for place, part in enumerate(parts):
         keyed = re.sub(r"([{,]\s*)([^\s{}\[\],:]+)\s*:", r'\1"\2":', part)
         parts[place] = json.dumps(part) if place % 2 else keyed
-    return json.loads("".join(parts))
+    end = None if closed or not is_text else -1
+    return "".join(parts)[:end], at + len(written)
 
 
-def _read_parameters(text: str, at: int, properties: Schema) -> tuple[Schema, int]:
-    """The arguments in XML of Qwen3-Coder, of functions with these properties."""
-    pattern = re.compile(r"\s*<parameter=([^>]+)>\n?(.*?)\n</parameter>\n", re.DOTALL)
-    found: Schema = {}
-    while match := pattern.match(text, at):
-        key, value = match[1], match[2]
-        schema = properties.get(key, {})
-        if schema.get("type") != "string" and not _texts(schema):
-            with suppress(ValueError, RecursionError):
-                is_word = value in _PYTHON_WORDS
-                value = _PYTHON_WORDS[value] if is_word else json.loads(value)
-        found[key], at = value, match.end()
-    return found, at
+def _read_parameter(text: str, at: int, schema: Schema) -> tuple[str, int]:
+    """A value in XML of Qwen3-Coder as JSON, as far as it is written, and its end."""
+    value, closed, _ = text[at:].partition(mark := "\n</parameter>\n")
+    at += len(value + closed)
+    value = (value if closed else _sure(value, mark)).removeprefix("\n")
+    written = json.dumps(value)
+    if schema.get("type") == "string" or _texts(schema):
+        return written if closed else written[:-1], at
+    with suppress(ValueError, RecursionError):
+        written = json.dumps(json.loads(_PYTHON_WORDS.get(value, value)))
+    return written if closed else "", at
+
+
+# Of formats by `quotes`: a key's pattern, the reader of values, the end of a call.
+_NOTATIONS = {
+    None: (re.compile(r"[\s,]*([^\s=(),]+)=\s*"), _read_python, ")"),
+    "": (re.compile(r"\s*<parameter=([^>]+)>"), _read_parameter, "</function>"),
+}
+
+
+def _sure(text: str, mark: str) -> str:
+    """A text without an ending that may begin a mark."""
+    return text[: len(text) - overlap(text, mark)]
 
 
 def _as_dict(value: Any) -> Schema:
