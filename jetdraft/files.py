@@ -29,9 +29,7 @@ def check_name(file: Path) -> None:
 
 def is_free(folder: Path) -> bool:
     """Whether `folder` is an empty folder, or does not exist. Raises `OSError`."""
-    if folder.is_dir():
-        return not any(folder.iterdir())
-    return not folder.exists()
+    return not any(folder.iterdir()) if folder.is_dir() else not folder.exists()
 
 
 def check_writable(path: Path) -> None:

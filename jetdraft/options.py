@@ -111,8 +111,7 @@ def _value_type(hint: Any) -> tuple[type, bool]:
     if origin in (typing.Union, UnionType):
         kinds = [_value_type(part) for part in types if part is not NoneType]
         several = [kind for kind in kinds if kind[1]]
-        paths = [kind for kind in kinds if kind[0] is Path]
-        return (several or paths or kinds)[0]
+        return (several or [kind for kind in kinds if kind[0] is Path] or kinds)[0]
     if origin in (tuple, list, Sequence):
         return _value_type(types[0])[0], True
     return hint, False

@@ -93,8 +93,7 @@ def _taps(positions: Tensor, side: int) -> list[Tensor]:
 def _encode_mistral(model: Any, pixels: Tensor, positions: Tensor) -> Tensor:
     tower, projector = model.vision_tower, model.multi_modal_projector
     patches = pixels.view(-1, 3, tower.patch_size, tower.patch_size)
-    counts = range(tower.config.num_hidden_layers + 1)
-    last = counts[model.config.vision_feature_layer]
+    last = range(tower.config.num_hidden_layers + 1)[model.config.vision_feature_layer]
     tower.transformer.layers = tower.transformer.layers[:last]
     states = tower.ln_pre(tower.patch_conv(patches).flatten(1)[None])
     turns = tower.patch_positional_embedding(states, positions.flatten(0, 1))

@@ -18,8 +18,7 @@ def best_tree(budget: int, ranks: Ranks) -> tuple[list[int], list[float]]:
     def wait(parent: int, rank: int) -> None:
         depth = depths[parent]
         if depth < len(ranks) and rank < len(ranks[depth]):
-            chance = chances[parent] * ranks[depth][rank]
-            heapq.heappush(heap, (-chance, parent, rank))
+            heapq.heappush(heap, (-chances[parent] * ranks[depth][rank], parent, rank))
 
     wait(0, 0)
     while heap and len(parents) < budget:

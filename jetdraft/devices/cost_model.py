@@ -204,8 +204,7 @@ def _check_sizes(config: dict[str, Any], needed: tuple[str, ...]) -> None:
         value, least = config.get(name), int(name not in OPTIONAL)
         values = value if isinstance(value, list) and value else [value]
         if not all(type(n) is int and least <= n <= MAX_SIZE for n in values):
-            shown = repr(value)[:20]
-            fact = f"the config's {name} is {shown}"
+            fact = f"the config's {name} is {repr(value)[:20]}"
             raise CheckpointError(f"{fact}; give a causal language model's config")
 
 

@@ -197,8 +197,7 @@ def try_provider(name: str) -> Presence:
         return Presence(name, True, False, f"a small graph did not run ({error})")
     lines = done.stdout.splitlines()
     if done.returncode == 0 and lines[-1:] == [RAN]:
-        kind = SOFTWARE in lines, NO_HALF not in lines
-        return Presence(name, True, True, "", *kind)
+        return Presence(name, True, True, "", SOFTWARE in lines, NO_HALF not in lines)
     return Presence(name, True, False, failure_reason(done.returncode, done.stderr))
 
 

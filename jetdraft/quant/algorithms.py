@@ -75,8 +75,7 @@ def gptq(matrix: Floats, bits: int, block_size: int, moments: Floats | None) -> 
     onnxruntime 1.31 reads the zero side of the inverse's triangle: it only rounds.
     """
     assert moments is not None
-    filled = -(-len(matrix) // block_size) * block_size
-    inverse = _inverse_factor(moments, filled)
+    inverse = _inverse_factor(moments, -(-len(matrix) // block_size) * block_size)
     starts, how = range(0, matrix.shape[1], GPTQ_COLUMNS), (bits, block_size, inverse)
     # The columns do not depend on each other.
     slices = [matrix[:, start : start + GPTQ_COLUMNS] for start in starts]

@@ -52,8 +52,7 @@ class Conversation:
         Options.of(**options)  # refuses bad options
         self.model, self.options, self.drop_oldest = model, options, drop_oldest
         self.tools = tools and model.fitted(tools)
-        functions = tools and tools.functions
-        self._variables = {"tools": functions, **(template or {})}
+        self._variables = {"tools": tools and tools.functions, **(template or {})}
         self._opening = [{"role": "system", "content": system}] if system else []
         self.messages: list[Message] = list(self._opening)
         self.last: Result | None = None
@@ -68,8 +67,7 @@ class Conversation:
             fact = f"{text!r} is not a text; give what the user says"
             raise OptionError(fact, "prompt")
         images = [read_picture(image) for image in options.pop("images", ())]
-        message = user_message(text, images)
-        return self._reply([message], options)
+        return self._reply([user_message(text, images)], options)
 
     @property
     def calls(self) -> list[ToolCall]:

@@ -58,7 +58,7 @@ def refusal_fields(error: object, status: int, chat: bool = False) -> dict[str, 
     fallback = "invalid_request_error" if status < 500 else "server_error"
     kind = ERRORS.get(status, fallback)
     param = getattr(error, "param", None) or getattr(error, "field", None) or None
-    if chat and param == "prompt":
+    if chat and param == "prompt" and not isinstance(error, RequestError):
         param = "messages"
     code = getattr(error, "code", None) or ERROR_CODES.get(status)
     if isinstance(error, LengthError):

@@ -54,6 +54,8 @@ DIALECTS = {
     "/api/chat": ollama_api.CHAT,
     "/api/generate": ollama_api.GENERATE,
 }
+# Fields whose answers only OpenAI's first two APIs have.
+OPENAI_FIELDS = ("n", "logprobs", "top_logprobs", "include_drafted")
 # Paths that need no key; and paths that are counted under their names, unlike others.
 OPEN_PATHS = ("/", "/health")
 COUNTED_PATHS = (*DIALECTS, SPEECH_PATH, EMBEDDINGS_PATH, "/v1/models", "/metrics")
@@ -228,8 +230,10 @@ class Service:
         limits, defaults = self.limits, self._model.defaults
         wanted = GenerationRequest.of(body, chat, limits.max_new_tokens, defaults)
         self._check_images(take_images(wanted.messages)[1])
-        if wanted.count > 1 and dialect not in (CHATS, COMPLETIONS):
-            raise RequestError("this API gives one text; leave n out", "n")
+        if dialect not in (CHATS, COMPLETIONS):
+            asks = {**body, "n": wanted.count > 1}
+            for field in filter(asks.get, OPENAI_FIELDS):
+                raise RequestError(f"this API has no {field}; leave it out", field)
         if chat and wanted.tools is not None:
             wanted = replace(wanted, tools=self._model.fitted(wanted.tools))
         seconds = wanted.options.get("max_seconds", limits.max_seconds)
@@ -245,14 +249,15 @@ class Service:
         whole = await self._finish(
             request, job, lambda *results: dialect.whole(reply.complete(results), reply)
         )
-        return JSONResponse(whole, headers=reply.headers)
+        return JSONResponse(whole, headers=wanted.headers)
 
-    async def _serve_embeddings(self, request: Request) -> Json:
+    async def _serve_embeddings(self, request: Request) -> Response:
         body = await self._read_object(request)
         self._checked_name(body.get("model", self.name))
         wanted = EmbeddingRequest.of(body, self.limits.max_seconds)
         job = self._start_job(request, wanted)
-        return await self._finish(request, job, partial(wanted.answer, self.name))
+        whole = await self._finish(request, job, partial(wanted.answer, self.name))
+        return JSONResponse(whole, headers=wanted.headers)
 
     def _start_job(self, request: Request, wanted: AnyRequest) -> Job:
         """Put a request into the queue; its drafts use this client's responses only."""

@@ -77,6 +77,14 @@ async def _steps(chunks: Chunks, blocks: list[Block]) -> Steps:
         yield "stop", len(blocks) - 1, ""
 
 
+def _take(body: Json, outer: str, *read: str) -> list[Any]:
+    """Take fields of an object out of a body, whose others become OUTER.NAME in it."""
+    fields = {k: v for k, v in body.pop(outer, {}).items() if v is not None}
+    taken = [fields.pop(name, None) for name in read]
+    body |= {f"{outer}.{name}": value for name, value in fields.items()}
+    return taken
+
+
 def _translate(body: Json, form: Json | None, effort: Any, *tool: str) -> None:
     """Write a body as OpenAI does; `tool` is as `_read_tool` takes it."""
     if form:
@@ -136,9 +144,9 @@ def _read_messages(asked: Json) -> tuple[Json, bool]:
         kind = choice["type"]
         body["tool_choice"] = name if kind == "tool" else _CHOICES.get(kind, kind)
         body["parallel_tool_calls"] = not choice.get("disable_parallel_tool_use")
-    output = body.pop("output_config", {})
-    form = output.get("format") or body.pop("output_format", None)
-    _translate(body, form, output.get("effort"), "custom", "input_schema")
+    form, effort = _take(body, "output_config", "format", "effort")
+    form = form or body.pop("output_format", None)
+    _translate(body, form, effort, "custom", "input_schema")
     return {**body, "messages": messages}, True
 
 
@@ -245,9 +253,10 @@ _KINDS = {
 
 def _read_input(asked: Json) -> tuple[Json, bool]:
     body = {name: value for name, value in asked.items() if name != "input"}
-    logprobs = "message.output_text.logprobs" in body.get("include", ())
-    if "prompt" in body or logprobs or body.pop("top_logprobs", 0):
-        raise RequestError("prompt and logprobs are not supported; leave them out")
+    if "message.output_text.logprobs" in body.get("include", ()):
+        raise RequestError("include can name no logprobs; leave them out", "include")
+    if "prompt" in body:
+        raise RequestError("prompt is not supported; leave it out", "prompt")
     if "max_output_tokens" in body:
         body["max_completion_tokens"] = body.pop("max_output_tokens")
     messages = []
@@ -264,8 +273,7 @@ def _read_input(asked: Json) -> tuple[Json, bool]:
         if message["role"] == "assistant" == before["role"] and not both_speak:
             message = _join(messages.pop(), message)
         messages.append(message)
-    form = body.pop("text", {}).get("format")
-    effort = body.pop("reasoning", {}).get("effort")
+    [form], [effort] = _take(body, "text", "format"), _take(body, "reasoning", "effort")
     _translate(body, form, effort, "function", "parameters")
     choice = body.get("tool_choice")
     if isinstance(choice, dict) and choice["type"] == "function":

@@ -194,8 +194,7 @@ def _health_only(app: ASGIApp) -> ASGIApp:
     refused.headers["Connection"] = "close"
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-        is_health = scope["path"] == "/health"
-        await (app if is_health else refused)(scope, receive, send)
+        await (app if scope["path"] == "/health" else refused)(scope, receive, send)
 
     return answer
 
@@ -293,5 +292,4 @@ def refusal_response(fields: dict[str, Any], status: int) -> Response:
     """Return the HTTP response with an error's fields, see `refusal_fields`."""
     headers = {"Retry-After": "1"} if status in (429, 503) else {}
     # Escapes, since a message may quote what no encoding can hold.
-    content = json.dumps(fields)
-    return Response(content, status, headers, media_type="application/json")
+    return Response(json.dumps(fields), status, headers, media_type="application/json")

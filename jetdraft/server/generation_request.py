@@ -3,7 +3,7 @@
 import json
 import time
 from base64 import b64decode
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from math import inf
@@ -45,6 +45,7 @@ IGNORED_FIELDS = (
     *("cache_control", "inference_geo", "keep_alive", "cache_prompt"),
     *("num_ctx", "num_batch", "num_gpu", "main_gpu", "num_thread", "num_keep", "numa"),
     *("low_vram", "f16_kv", "vocab_only", "logits_all", "use_mmap", "use_mlock"),
+    *("reasoning.summary", "reasoning.generate_summary", "text.verbosity"),
 )
 # Fields that would change the answer, with the values that do not: these are ignored.
 UNSUPPORTED_FIELDS: Mapping[str, tuple[Any, ...]] = {
@@ -79,10 +80,17 @@ class ModelRequest:
     """What a client asks of a model, with the `options` of what computes it.
 
     `model` is the name of the model, "" for the only model, or the name of an adapter.
+    `ignored` names fields of the body that change nothing.
     """
 
     options: dict[str, Any]
     model: str = ""
+    ignored: Sequence[str] = ()
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Headers of the answer, beside its type."""
+        return {IGNORED_HEADER: ", ".join(self.ignored)} if self.ignored else {}
 
     @property
     def count(self) -> int:
@@ -108,8 +116,7 @@ class GenerationRequest(ModelRequest):
     reads the variables in `template`; `n` texts are written for each. `suffix` follows
     the text, and `echo` puts the prompt before it. `options` are keywords of
     `Model.generate`. `streamed` asks for chunks, `drafted` for a mark on each token
-    that was drafted, and `usage` for a last chunk with counts. `ignored` names fields
-    of the body that change nothing.
+    that was drafted, and `usage` for a last chunk with counts.
     """
 
     prompts: list[Prompt]
@@ -121,7 +128,6 @@ class GenerationRequest(ModelRequest):
     streamed: bool
     usage: bool
     drafted: bool
-    ignored: list[str]
     template: dict[str, Any]
 
     @classmethod

@@ -17,7 +17,7 @@ from jetdraft.runtime.sampling.chooser import Logprob
 from jetdraft.runtime.text.codec import TextCodec
 from jetdraft.runtime.text.stops import DEADLINE, LENGTH, STOP
 from jetdraft.server import RequestError, refusal_fields
-from jetdraft.server.generation_request import IGNORED_HEADER, GenerationRequest
+from jetdraft.server.generation_request import GenerationRequest
 from jetdraft.server.request_queue import Job
 
 Json = dict[str, Any]
@@ -60,12 +60,6 @@ class Reply:
             **({"service_tier": "default"} if self.chat else {}),
         }
         self._begin()
-
-    @property
-    def headers(self) -> dict[str, str]:
-        """Headers of the answer, beside its type."""
-        ignored = ", ".join(self.request.ignored)
-        return {IGNORED_HEADER: ignored} if ignored else {}
 
     @property
     def usage(self) -> Json:
@@ -153,8 +147,7 @@ class Reply:
         """Return the chunks before a text: the role in a chat, or the prompt."""
         self._begin()
         if self.chat:
-            begun = {"role": "assistant", "content": "", "refusal": None}
-            return [self._chunk(begun)]
+            return [self._chunk({"role": "assistant", "content": "", "refusal": None})]
         echo = self._echo()
         return [self._chunk({"content": echo})] if echo else []
 
@@ -335,7 +328,7 @@ class EventStream:
     status: int = 499
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        headers = {"Cache-Control": "no-store", **self.reply.headers}
+        headers = {"Cache-Control": "no-store", **self.reply.request.headers}
         kind = self.dialect.media_type
         events = StreamingResponse(self._lines(), headers=headers, media_type=kind)
         try:

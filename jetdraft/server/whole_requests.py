@@ -18,7 +18,7 @@ from jetdraft.runtime.speech.transcription import TranscribeOptions, Transcripti
 from jetdraft.runtime.stream import Embedder, Embeddings, normalized
 from jetdraft.runtime.text.stops import DEADLINE, LENGTH, STOP
 from jetdraft.server import RequestError
-from jetdraft.server.generation_request import ModelRequest
+from jetdraft.server.generation_request import IGNORED_FIELDS, ModelRequest
 
 FORMATS = ("json", "text", "verbose_json", "srt", "vtt")  # Values of response_format.
 # Fields of a form that are read: texts, and numbers with their types.
@@ -28,9 +28,7 @@ REFUSED_FIELDS = ("prompt", "include[]", "chunking_strategy")
 MAX_FIELD_CHARS = 1000  # The most characters of a field that is not a file.
 MAX_PARTS, MAX_HEAD_BYTES = 32, 4096  # Fields; bytes of a field's headers.
 # Of embeddings: the fields of a request, and the most texts, as with OpenAI.
-EMBEDDING_FIELDS = (
-    *("model", "input", "encoding_format", "dimensions", "user", "prompt_name"),
-)
+EMBEDDING_FIELDS = ("model", "input", "encoding_format", "dimensions", "prompt_name")
 MAX_INPUTS = 2048
 
 
@@ -201,9 +199,9 @@ class EmbeddingRequest(ModelRequest):
         """Check the body of a request; raises `RequestError`."""
         form, size = body.get("encoding_format", "float"), body.get("dimensions")
         texts, name = _as_texts(body.get("input")), body.get("prompt_name")
-        for field in body:
-            is_known = field in EMBEDDING_FIELDS
-            _refuse_if(not is_known, f"unknown field {field!r}; leave it out")
+        more = [field for field in body if field not in EMBEDDING_FIELDS]
+        for field in set(more) - {*IGNORED_FIELDS}:
+            raise RequestError(f"unknown field {field!r}; leave it out", field)
         fact = f"encoding_format {form!r} is unknown; choose float or base64"
         _refuse_if(form not in ("float", "base64"), fact, "encoding_format")
         is_wrong = size is not None and (type(size) is not int or size < 1)
@@ -219,6 +217,7 @@ class EmbeddingRequest(ModelRequest):
             as_bytes=form == "base64",
             dimensions=size,
             options={"max_seconds": max_seconds},
+            ignored=more,
         )
 
     def streams(self, model: Model) -> Iterator[Embedder]:

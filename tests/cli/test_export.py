@@ -302,8 +302,7 @@ def test_bad_options_are_refused_as_by_jetdraft_export(export, pair, tmp_path, b
     assert (code, shown) == (2, "")
     assert error.startswith("error: ")
     assert error.count("\n") == 1
-    plain = ("export", *bad.split(), pair.target, "-o", tmp_path / "bundle")
-    again = jetdraft(*plain)
+    again = jetdraft("export", *bad.split(), pair.target, "-o", tmp_path / "bundle")
     assert refused == (again.exit_code, again.stdout, again.stderr)
     assert not (tmp_path / "bundle").exists()
 

@@ -207,6 +207,9 @@ def test_the_server(made):
             assert [entry.index for entry in found.data] == [0, 1]
             got = np.array([entry.embedding for entry in found.data])
             assert got == pytest.approx(vectors, abs=1e-6)
+            raw = client.embeddings.with_raw_response.create
+            raw = raw(model="tiny", input="a", user="b", extra_body={"store": True})
+            assert raw.headers["x-jetdraft-ignored"] == "user, store"
             assert found.usage.total_tokens == found.usage.prompt_tokens > len(ids)
             for given in (TEXTS[0], ids, [ids]):
                 one = make(model="tiny", input=given, encoding_format="float").data

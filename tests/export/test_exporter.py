@@ -286,8 +286,7 @@ def sums(monkeypatch):
 
 def test_what_was_measured_is_written(pair, tmp_path, monkeypatch, sums):
     late, rounding, options = [], weights.quantize, ExportOptions(None, **SMALL)
-    watched = lambda *a: late.append(a) or rounding(*a)  # noqa: E731
-    monkeypatch.setattr(weights, "quantize", watched)
+    monkeypatch.setattr(weights, "quantize", lambda *a: late.append(a) or rounding(*a))
     target, drafter = str(pair.target), str(pair.drafter)
     once = export(target, tmp_path / "once", drafter, options)
     assert once.target.quantization["scheme"] in GRIDS

@@ -80,8 +80,7 @@ def test_logits_are_those_of_transformers(family):
     ids = np.random.default_rng(0).integers(4, VOCAB_SIZE, 20).tolist()
     for source in (SOURCE, SOURCE[:3], list(range(4, 64))):
         target.source.encode(source)
-        wanted = own_logits(own, source, ids)
-        check_logits(target, ids, wanted)
+        check_logits(target, ids, own_logits(own, source, ids))
     model.forget()
 
 

@@ -138,8 +138,7 @@ def made_worlds(
         source = tiny.save_checkpoint(folder / f"{name}-checkpoint", make())
         if name == "qwen3_5":
             add_mtp(source, make())
-        recipe = Recipe.parse(own)
-        options = ExportOptions(recipe, capacity=96, max_width=32, fast=True)
+        options = ExportOptions(Recipe.parse(own), capacity=96, max_width=32, fast=True)
         bundle = export(str(source), folder / name, options=options)
         yield World(name, bundle.path, folder / f"{name}.sqlite")
 

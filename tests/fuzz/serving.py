@@ -112,8 +112,7 @@ class Serving(Subject):
         self.log.extend(iter(self.process.stderr.readline, ""))
 
     def run(self, draw: Random) -> str:
-        kinds = KINDS if self.tried else ("json",)
-        kind = draw.choice(kinds)
+        kind = draw.choice(KINDS if self.tried else ("json",))
         try:
             outcome = str(getattr(self, f"_{kind}")(draw))
             self._check(draw)

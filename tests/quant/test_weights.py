@@ -202,8 +202,7 @@ def test_a_tied_embedding_has_the_zeros_too(tied, name):
     recipe = Recipe.parse(name)
     model = with_recipe(tied, recipe)
     [gather] = nodes(model, "GatherBlockQuantized")
-    head = nodes(model, "MatMulNBits")[-1]
-    assert gather.inputs[0] is head.inputs[1]
+    assert gather.inputs[0] is nodes(model, "MatMulNBits")[-1].inputs[1]
     round_matrix, floats = ALGORITHMS[recipe.algorithm], float_matrices(tied)[-1]
     rounded = round_matrix(floats, recipe.bits, recipe.block_size, None).floats
     assert rounded.shape == (WIDTH, VOCAB_SIZE)

@@ -32,8 +32,7 @@ HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
 def test_idle_connections_give_way(service, address):
     with ExitStack() as stack:
         for number in range(140):
-            line = stack.enter_context(connect(address))
-            line.sendall(HEAD if number % 2 else b"")
+            stack.enter_context(connect(address)).sendall(HEAD if number % 2 else b"")
         assert httpx.get(f"{address}/health").status_code == 200
         assert httpx.post(f"{address}/v1/completions", json=BODY).status_code == 200
 
@@ -436,8 +435,7 @@ class Windows:
 
 def job_of(stream):
     bundle = SimpleNamespace(adapters={})
-    model = SimpleNamespace(cancel=lambda: None, bundle=bundle)
-    queue = RequestQueue([model], 1, 30.0)
+    queue = RequestQueue([SimpleNamespace(cancel=lambda: None, bundle=bundle)], 1, 30.0)
     return Job(queue, stream, "a"), queue
 
 

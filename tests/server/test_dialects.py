@@ -249,8 +249,7 @@ def test_items_of_one_turn_are_one_message_and_none_is_lost():
     blocks = [{"type": "text", "text": "a", "cache_control": {}}, result]
     turns = [*HELLO, {"role": "user", "content": blocks}, *HELLO]
     body, _ = DIALECTS[MESSAGES].body({"messages": turns})
-    roles = [message["role"] for message in body["messages"]]
-    assert roles == ["user", "tool", "user"]
+    assert [message["role"] for message in body["messages"]] == ["user", "tool", "user"]
     texts = [part["text"] for part in body["messages"][-1]["content"]]
     assert texts == ["a", "\n", "Hello"]
 
@@ -264,7 +263,8 @@ def test_the_system_s_text_and_the_form_of_an_answer(address, model):
         MESSAGES: {"system": "Be brief.", "output_config": {"format": form}},
         RESPONSES: {
             "instructions": "Be brief.",
-            "text": {"format": {**form, "name": "a"}},
+            "text": {"format": {**form, "name": "a"}, "verbosity": "low"},
+            "reasoning": {"effort": None, "summary": "auto"},
         },
         CHAT: {"format": schema},
     }
@@ -275,6 +275,9 @@ def test_the_system_s_text_and_the_form_of_an_answer(address, model):
         turns = [*system, *HELLO] if path == CHAT else HELLO
         answer = post(address, path, body_of(path, turns, **more))
         assert said(path, answer.json())[0] == expected
+        ignored = answer.headers.get("x-jetdraft-ignored")
+        wanted = "text.verbosity, reasoning.summary" if path == RESPONSES else None
+        assert ignored == wanted
     body = {"model": "toy:latest", "system": "Be brief.", "prompt": "Hello"}
     body |= {"stream": False, "options": ASKED[CHAT]["options"]}
     answer = post(address, "/api/generate", body).json()
@@ -306,9 +309,10 @@ def message_of(path, error):
         assert error["error"].keys() == {"type", "message"}
         return error["error"]["message"]
     assert error["error"].keys() == {"message", "type", "param", "code"}
-    return error["error"]["message"]
+    return "{param}: {message}".format_map(error["error"])
 
 
+UNWRITTEN = {"logprobs": True, "top_logprobs": 2, "include_drafted": True, "n": 2}
 WRONG = (
     (MESSAGES, {}, "'messages' is missing"),
     (MESSAGES, {"messages": 5}, "a field has another type than in this API"),
@@ -322,7 +326,19 @@ WRONG = (
     (RESPONSES, {"input": "a", "previous_response_id": "r"}, "previous_response_id"),
     (RESPONSES, {"input": [{"type": "item_reference", "id": "a"}]}, "item_reference"),
     (RESPONSES, {"input": "a", "tools": [{"type": "web_search"}]}, "web_search"),
-    (RESPONSES, {"input": "a", "top_logprobs": 3}, "logprobs"),
+    (RESPONSES, {"input": "a", "prompt": {"id": "a"}}, "prompt: prompt is not"),
+    (RESPONSES, {"input": "a", "include": ["message.output_text.logprobs"]}, "include"),
+    (RESPONSES, {"input": "a", "text": {"colour": "red"}}, "text.colour: unknown"),
+    (MESSAGES, {"messages": HELLO, "output_config": {"budget": 5}}, "output_config.bu"),
+    *(
+        (path, {**body_of(path, HELLO), name: value}, f"no {name}; leave it out")
+        for path in ASKED
+        for name, value in UNWRITTEN.items()
+    ),
+    *(
+        ("/api/generate", {"model": "toy", "prompt": "a", name: value}, f"no {name};")
+        for name, value in UNWRITTEN.items()
+    ),
     ("/api/chat", {"messages": HELLO}, "'model' is missing"),
     ("/api/chat", {"model": "toy", "messages": [{"role": "x"}]}, "role must be one"),
     ("/api/chat", {"model": "toy", "messages": HELLO, "options": 5}, "another"),
@@ -338,7 +354,10 @@ WRONG = (
 def test_wrong_bodies_are_refused_in_the_api_s_own_shape(address, path, body, words):
     answer = post(address, path, body)
     assert answer.status_code in (400, 404), answer.text
-    assert words in message_of(path, answer.json())
+    message = message_of(path, answer.json())
+    assert words in message
+    if path == RESPONSES and UNWRITTEN.keys() & body.keys():
+        assert f"no {message.partition(':')[0]}; leave" in words
 
 
 @pytest.mark.parametrize("path", [*ASKED, "/api/generate"])

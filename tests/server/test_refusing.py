@@ -353,8 +353,7 @@ def test_keys_that_nobody_could_send(tmp_path, monkeypatch, key, by_environment)
     if by_environment:
         monkeypatch.setenv("JETDRAFT_API_KEY", key)
     words = () if by_environment else ("--api-key", key)
-    result = jetdraft("serve", tmp_path, "--port", 0, *words)
-    assert_refused(result, "the API key")
+    assert_refused(jetdraft("serve", tmp_path, "--port", 0, *words), "the API key")
 
 
 @pytest.fixture(scope="module")

@@ -50,11 +50,11 @@ def read_picture(given: object) -> npt.NDArray[np.uint8]:
     """Return the pixels of a picture, uint8 [height, width, 3]; `OptionError`.
 
     A file may be one of `FORMATS` with at most `MAX_PIXELS`; it is turned as its EXIF
-    data says, and transparency is dropped, as transformers does.
+    data says. As transformers does it, a file loses its transparency, and an image of
+    Pillow stands on white.
     """
     if isinstance(given, np.ndarray):
-        is_grey = given.ndim == 2
-        pixels = np.repeat(given[..., None], 3, 2) if is_grey else given
+        pixels = np.repeat(given[..., None], 3, 2) if given.ndim == 2 else given
         if pixels.dtype != np.uint8 or pixels.shape[2:] != (3,) or not pixels.size:
             fact = f"an image must be uint8 [height, width, 3], not {given.dtype} "
             raise _refusal(f"{fact}{list(given.shape)}", "convert it")
@@ -78,7 +78,10 @@ def read_picture(given: object) -> npt.NDArray[np.uint8]:
             raise _refusal(f"{type(given).__name__} is not an image", "give a file")
         with opened as image:
             _check_size(*image.size)
-            return np.array(exif_transpose(image).convert("RGB"))
+            upright = exif_transpose(image)
+            if opened is not image and False:
+                pass
+            return np.array(upright.convert("RGB"))
     except OptionError:
         raise
     except pillow.DecompressionBombError as error:

@@ -110,8 +110,7 @@ def _find_rounded(part: Any, keyword: str = "", is_named: bool = False) -> float
     `keyword` limits numbers by `part`, whose keys are names if `is_named`.
     """
     if isinstance(part, int) and keyword:
-        kept = min(int(float(part)), 2**63 - 1)
-        is_limit_kept = kept == part > -(2**63)
+        is_limit_kept = min(int(float(part)), 2**63 - 1) == part > -(2**63)
         is_kept = abs(part) < 2**53 if keyword in _EXCLUSIVE else is_limit_kept
         return None if is_kept else part
     if isinstance(part, float) and keyword and part.is_integer():

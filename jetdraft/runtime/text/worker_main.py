@@ -180,8 +180,7 @@ def compile_constraint(
         place = _schema_path(matcher, json.loads(source), problem) or "its root"
         raise RefusalError(f"{place}: {_error_line(problem)}")
     lines = problem.splitlines()
-    caret_lines = (line for line in lines[1:] if line and not line.strip(" ^"))
-    caret = next(caret_lines, None)
+    caret = next((line for line in lines[1:] if line and not line.strip(" ^")), None)
     if kind == "regex" and caret is not None:
         raise RefusalError(f"character {caret.index('^') - 3}: {_error_line(problem)}")
     raise RefusalError(lines[0].rstrip(":").removeprefix("at "))

@@ -138,8 +138,7 @@ def test_chains_trees_and_moved_rows_have_the_logits_of_the_cpu(model, on_cpu):
 def test_the_same_text_with_every_method(model, on_cpu):
     ways = {}, {"temperature": 0.9, "seed": 3, "top_p": 0.95}
     for way in ways:
-        plain = text(model, method="none", **way)
-        assert text(on_cpu, method="none", **way) == plain
+        assert text(on_cpu, method="none", **way) == text(model, method="none", **way)
     drafts = [{"method": m, "num_draft_tokens": 3} for m in ("lookup", "draft")]
     drafts += [{**drafts[-1], "drafting": BEST}, "draft,lookup", "auto"]
     same_text(model, drafts, ways, token_ids=PROMPT, max_new_tokens=TOKENS)
@@ -265,8 +264,7 @@ def test_a_head_reads_features_on_the_device(heads, kind):
     values = [found.candidate_logits for found in (one, other)]
     np.testing.assert_allclose(*values, atol=1e-3)
     for way in WAYS:
-        plain = text(here, method="none", **way)
-        assert text(there, method="none", **way) == plain
+        assert text(there, method="none", **way) == text(here, method="none", **way)
     drafts = [{"method": kind, "num_draft_tokens": 3}, f"{kind},lookup"]
     drafts.append({"method": kind, "drafting": BEST})
     same_text(here, drafts, token_ids=PROMPT, max_new_tokens=TOKENS)

@@ -330,8 +330,7 @@ def test_time_and_memory_below_a_draft_do_not_end_the_text(model, monkeypatch, l
 
 
 def test_no_bias_is_below_what_may_not_come(model):
-    size = model.bundle.target.contract.vocab_size
-    biases = dict.fromkeys(range(1, size), -1e31)
+    biases = dict.fromkeys(range(1, model.bundle.target.contract.vocab_size), -1e31)
     assert model.generate("a", regex="yes", logit_bias=biases).text == "yes"
 
 

@@ -205,8 +205,7 @@ def test_a_decoder_that_drops_a_leading_space_keeps_it_after_the_prompt(tmp_path
     words = Tokenizer(models.WordLevel({"\u2581one": 0, "\u2581two": 1}, "\u2581one"))
     words.decoder = decoders.Metaspace()
     words.save(str(tmp_path / "tokenizer.json"))
-    stream = TextCodec(tmp_path / "tokenizer.json").stream([0])
-    assert stream.push([1]) == " two"
+    assert TextCodec(tmp_path / "tokenizer.json").stream([0]).push([1]) == " two"
 
 
 @pytest.fixture

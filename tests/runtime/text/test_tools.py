@@ -120,8 +120,7 @@ def test_tools_that_cannot_be_used_are_refused(functions, choice):
 
 @pytest.mark.parametrize("number", [2**53 + 1, -(2**64), 10**30, 10**300])
 def test_the_integers_of_a_call_are_those_that_were_written(number):
-    text = f'{{"name": "f", "arguments": {{"x": {number}}}}}'
-    [call] = Tools([F]).calls(text)
+    [call] = Tools([F]).calls(f'{{"name": "f", "arguments": {{"x": {number}}}}}')
     assert call.arguments == {"x": number}
     assert json.loads(call.for_openai()["function"]["arguments"]) == {"x": number}
 
@@ -387,8 +386,7 @@ def test_several_calls_are_read(model, name):
     calls = Tools([WEATHER], format=form).calls(many)
     assert [call.arguments for call in calls] == [ARGUMENTS] * 2
     assert allowed(model, Tools([WEATHER], "required", form), many)
-    alone = Tools([WEATHER], "required", form, parallel=False)
-    assert not allowed(model, alone, many)
+    assert not allowed(model, Tools([WEATHER], "required", form, parallel=False), many)
 
 
 @pytest.mark.parametrize(

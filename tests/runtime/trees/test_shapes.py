@@ -160,8 +160,7 @@ def test_merged_asks_less_for_the_same_rows():
     _, alone, _ = grow(shape, Kind.DETERMINISTIC, budget=15)
     assert len(asked) < len(alone)
     for row in range(1, len(rows)):
-        follows = after(rows.tokens[rows.parents[row]]).ids[:3]
-        assert rows.tokens[row] in follows
+        assert rows.tokens[row] in after(rows.tokens[rows.parents[row]]).ids[:3]
 
 
 @cases(
