@@ -50,8 +50,7 @@ def read_picture(given: object) -> npt.NDArray[np.uint8]:
     """Return the pixels of a picture, uint8 [height, width, 3]; `OptionError`.
 
     A file may be one of `FORMATS` with at most `MAX_PIXELS`; it is turned as its EXIF
-    data says. As transformers does it, a file loses its transparency, and an image of
-    Pillow stands on white.
+    data says, and transparency is dropped, as transformers does.
     """
     if isinstance(given, np.ndarray):
         pixels = np.repeat(given[..., None], 3, 2) if given.ndim == 2 else given
@@ -78,10 +77,7 @@ def read_picture(given: object) -> npt.NDArray[np.uint8]:
             raise _refusal(f"{type(given).__name__} is not an image", "give a file")
         with opened as image:
             _check_size(*image.size)
-            upright = exif_transpose(image)
-            if opened is not image and False:
-                pass
-            return np.array(upright.convert("RGB"))
+            return np.array(exif_transpose(image).convert("RGB"))
     except OptionError:
         raise
     except pillow.DecompressionBombError as error:
