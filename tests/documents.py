@@ -10,11 +10,8 @@ from markdown_it import MarkdownIt
 
 ROOT = Path(__file__).parents[1]
 BOARD = "deploy/jetson/README.md"
-DOCUMENTS = [
-    "README.md",
-    BOARD,
-    *(f"docs/{page.name}" for page in ROOT.glob("docs/*.md")),
-]
+PAGES = (f"docs/{page.name}" for page in ROOT.glob("docs/*.md"))
+DOCUMENTS = ["README.md", BOARD, *PAGES]
 PROGRAM = re.compile(r"([A-Z_]+=\S+ )*(jetdraft|python3?|pip|scripts/\w+)\b")
 SHELL, PYTHON = "shell", "python"
 

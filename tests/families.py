@@ -98,15 +98,9 @@ def word_level() -> Tokenizer:
 FAMILIES: dict[str, Callable[[], Tokenizer]] = {
     family.__name__: family
     for family in (
-        byte_level,
-        sentencepiece,
-        unigram,
-        metaspace,
-        wordpiece,
-        word_ends,
-        word_level,
+        byte_level, sentencepiece, unigram, metaspace, wordpiece, word_ends, word_level
     )
-}
+}  # fmt: skip
 
 
 def made(family: str) -> Tokenizer:

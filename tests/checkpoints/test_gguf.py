@@ -599,10 +599,8 @@ def test_an_end_inside_of_a_turn_is_shown():
 def test_a_file_may_ask_for_an_end_behind_each_text():
     field = fields_of(["<s>"], CONTROL, bos_token_id=6, eos_token_id=0)
     for begins, ends, expected in (
-        (True, True, [6, 1, 0]),
-        (False, True, [1, 0]),
-        (None, False, [1]),
-    ):
+        (True, True, [6, 1, 0]), (False, True, [1, 0]), (None, False, [1])
+    ):  # fmt: skip
         field["tokenizer.ggml.add_bos_token"] = begins
         field["tokenizer.ggml.add_eos_token"] = ends
         assert built(field).encode("b").ids == expected

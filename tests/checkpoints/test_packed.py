@@ -254,9 +254,8 @@ def test_inputs_in_another_order(base, flavour, seed, products):
     ints, scales, zeros = quantize(base, shuffled(seed), settings, symmetric=True)[Q]
     model = Checkpoint.load(str(base), torch.float32).model
     groups = load_file(base / "model.safetensors")[f"{Q}.g_idx"].numpy()
-    order = np.argsort(groups, kind="stable")
     expected = np.zeros(ints.shape, np.float32)
-    for place, row in enumerate(order):
+    for place, row in enumerate(np.argsort(groups, kind="stable")):
         scale, zero = scales[:, place // GROUP], zeros[:, place // GROUP]
         expected[:, row] = (ints[:, place].astype(np.float32) - zero) * scale
     found = model.get_submodule(Q).weight.detach().float().numpy()

@@ -196,8 +196,7 @@ def test_no_width_is_measured_while_it_is_idle(made):
 
 
 def test_the_server(made):
-    bundle = made["both ways"][1]
-    with Pool(bundle, 1, threads=1) as pool:
+    with Pool(made["both ways"][1], 1, threads=1) as pool:
         vectors = pool.models[0].twin().embed(TEXTS[:2])
         ids = pool.models[0].prompt(TEXTS[0]).tolist()
         with served(Service(pool, "tiny", Limits())) as address:

@@ -226,9 +226,8 @@ def test_moments_are_those_of_the_inputs(checkpoint, tmp_path):
     assert model.config._attn_implementation == before
     linear = (n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear))
     assert set(found) == {f"{name}.weight" for name in linear}
-    layer = model.model.layers[0]
     with torch.no_grad():
-        rows = layer.input_layernorm(model.model.embed_tokens(text.ids))
+        rows = model.model.layers[0].input_layernorm(model.model.embed_tokens(text.ids))
     rows = rows.reshape(-1, rows.shape[-1]).double()
     for name in ("q_proj", "k_proj", "v_proj"):
         moments = found[f"model.layers.0.self_attn.{name}.weight"]

@@ -79,8 +79,7 @@ def test_server_api_and_command_line_write_the_same(client, model, toy, way, our
         return
     given = ["generate", str(toy), "--raw", "-p", PROMPT, "-n", "40", "-t", "1"]
     for name, value in {**way, **ours}.items():
-        text = "." if name == "stop" else str(value)
-        given += [f"--{name.replace('_', '-')}", text]
+        given += [f"--{name.replace('_', '-')}", "." if name == "stop" else str(value)]
     assert CliRunner().invoke(main, given).stdout == f"{expected.text}\n"
 
 
@@ -347,8 +346,7 @@ def test_the_prompt_before_the_text_and_a_suffix_behind_it(client, model, monkey
     after = model.parts.text.encode("a box", add_special=False)
     ids = [first, *model.parts.text.encode(PROMPT, False), second, *after, third]
     found = client.completions.create(**asked, suffix="a box")
-    expected = model.generate(token_ids=ids, max_new_tokens=8)
-    assert found.choices[0].text == expected.text
+    assert found.choices[0].text == model.generate(token_ids=ids, max_new_tokens=8).text
     assert found.usage.prompt_tokens == len(ids)
 
 

@@ -450,8 +450,7 @@ def test_files_have_a_bound(pool, tmp_path):
     assert used.exists()
     assert other.exists(), "it is not the server's"
     assert sum(f.stat().st_size for f in tmp_path.glob("*/p*")) <= 2 * size
-    small = PrefixFolder(tmp_path / "small", "own", size // 2)
-    answered(small, pool.models[0], *ASKED)
+    answered(PrefixFolder(tmp_path / "small", "own", size // 2), pool.models[0], *ASKED)
     assert not list((tmp_path / "small").glob("*/*"))
 
 

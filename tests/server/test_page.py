@@ -1,4 +1,5 @@
 import os
+import re
 import shutil
 
 import pytest
@@ -7,7 +8,7 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import Select, WebDriverWait
 
 from jetdraft.server.app import Service
-from tests.server.serving import served
+from tests.server.serving import served, until
 
 pytestmark = pytest.mark.skipif(
     not shutil.which("chromedriver") and "CI" not in os.environ,
@@ -41,6 +42,13 @@ def wait(browser, holds):
 
 
 @pytest.fixture
+def page(browser, address):
+    browser.get(address)
+    wait(browser, lambda: browser.title == "jetdraft: toy")
+    return browser
+
+
+@pytest.fixture
 def slow_passes(service):
     for model in service.pool.models:
         curve = model.parts.curve
@@ -48,10 +56,8 @@ def slow_passes(service):
 
 
 def test_a_prompt_is_tried_and_drafted_tokens_are_coloured(
-    browser, address, model, slow_passes
+    page, browser, model, slow_passes
 ):
-    browser.get(address)
-    wait(browser, lambda: browser.title == "jetdraft: toy")
     fill(browser, "prompt", "The robot sees")
     fill(browser, "tokens", "40")
     Select(of(browser, "mode")).select_by_value("text")
@@ -65,13 +71,37 @@ def test_a_prompt_is_tried_and_drafted_tokens_are_coloured(
     plain = browser.find_element(By.CSS_SELECTOR, "#text span:not(.drafted)")
     colours = {e.value_of_css_property("background-color") for e in (plain, drafted[0])}
     assert len(colours) == 2
-    assert f"{len(drafted)} of" in of(browser, "figures").text
+    figures = rf"\d+ tokens in [\d.]+ s \([\d.]+ tokens/s\), {len(drafted)} of"
+    assert re.match(figures, of(browser, "figures").text)
     assert of(browser, "error").text == ""
 
 
-def test_a_conversation_goes_on_and_starts_again(browser, address, model):
-    browser.get(address)
-    wait(browser, lambda: browser.title == "jetdraft: toy")
+def test_a_text_that_is_stopped_ends_early_and_the_next_is_whole(
+    page, browser, service, model, slow, monkeypatch
+):
+    monkeypatch.setitem(service.pool.models[0].bundle.generation, "ignore_eos", True)
+    Select(of(browser, "mode")).select_by_value("text")
+    fill(browser, "prompt", "The robot sees")
+    fill(browser, "tokens", "200")
+    of(browser, "run").click()
+    wait(browser, lambda: browser.find_elements(By.CSS_SELECTOR, "#text span"))
+    of(browser, "stop").click()
+    wait(browser, lambda: of(browser, "run").is_enabled())
+    shown = of(browser, "text").get_property("textContent")
+    until(lambda: service.desk.generating == 0)
+    assert of(browser, "text").get_property("textContent") == shown
+    whole = model.generate("The robot sees", max_new_tokens=200, ignore_eos=True)
+    assert whole.text.startswith(shown)
+    assert len(shown) < len(whole.text) / 2
+    fill(browser, "tokens", "5")
+    of(browser, "run").click()
+    wait(browser, lambda: "5 tokens in" in of(browser, "figures").text)
+    assert whole.text.startswith(of(browser, "text").get_property("textContent"))
+    assert not of(browser, "stop").is_enabled()
+    assert of(browser, "error").text == ""
+
+
+def test_a_conversation_goes_on_and_starts_again(page, browser, model):
     fill(browser, "tokens", "12")
     messages = []
     for said in ("The robot", "And the cat?"):
@@ -90,9 +120,7 @@ def test_a_conversation_goes_on_and_starts_again(browser, address, model):
     assert of(browser, "text").get_property("textContent") == ""
 
 
-def test_what_goes_wrong_is_shown(browser, service, address):
-    browser.get(address)
-    wait(browser, lambda: browser.title == "jetdraft: toy")
+def test_what_goes_wrong_is_shown(page, browser, service):
     Select(of(browser, "mode")).select_by_value("text")
     of(browser, "run").click()
     wait(browser, lambda: "empty" in of(browser, "error").text)

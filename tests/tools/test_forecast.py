@@ -223,9 +223,8 @@ def test_the_program_says_size_and_budgets(advisor):
     for line, tokens in zip(budgets, (20, 200, 2000), strict=True):
         assert f"({tokens} a weight)" in line
     given = ("--draft-vocab", 8192, "--coverage", 0.5, "--json")
-    fields = json.loads(jetdraft(*how, *given, command=advise).stdout)
     cut = replace(advisor, draft_vocab=8192, coverage=0.5).best()
-    assert fields[0] == cut.to_json()
+    assert json.loads(jetdraft(*how, *given, command=advise).stdout)[0] == cut.to_json()
 
 
 def test_a_device_that_is_unknown_is_one_line(advisor):

@@ -131,9 +131,8 @@ def test_a_guess_is_tried_up_to_its_first_difference():
         Trial(1, None, 3, by_drafter=True),
     ]
     assert _as_trials([5, 9], guess, by_drafter=False) == [
-        Trial(5, 5, 2, by_drafter=False),
-        Trial(9, 9, 3, by_drafter=False),
-    ]
+        Trial(5, 5, 2, by_drafter=False), Trial(9, 9, 3, by_drafter=False)
+    ]  # fmt: skip
     assert _as_trials([6], Guess([], 0.0, 0), True) == [Trial(6, None, 0, True)]
 
 

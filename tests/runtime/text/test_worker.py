@@ -135,8 +135,7 @@ def test_memory_has_a_limit(model, monkeypatch):
     model.vocabulary.start()
     monkeypatch.setattr(worker_process, "MAX_BYTES", 16 << 20)
     monkeypatch.setattr(constraint, "COMPILE_SECONDS", 60.0)
-    refused = pytest.raises(ConstraintError, match="too much time or memory")
-    with at_most(30), refused:
+    with at_most(30), pytest.raises(ConstraintError, match="too much time or memory"):
         model.generate("a", grammar=FOREVER)
 
 
@@ -165,8 +164,7 @@ def test_a_worker_that_stops_is_given_up(model, monkeypatch):
     monkeypatch.setattr(constraint, "STEP_SECONDS", 0.2)
     monkeypatch.setattr("jetdraft.runtime.text.worker_process.PATIENCE", 1.5)
     (text,) = texts_of(model)
-    refused = pytest.raises(ConstraintError, match=TOO_MUCH)
-    with stopped(text), at_most(1), refused:
+    with stopped(text), at_most(1), pytest.raises(ConstraintError, match=TOO_MUCH):
         stream.result()
 
 

@@ -175,8 +175,7 @@ def test_a_shape_that_looks_at_draws_does_not_bias_them(shape, second):
     drafters = [Distribution(np.argsort(-x), np.sort(x)[::-1]) for x in q]
     samples = []
     for seed in range(1500):
-        chooser = Chooser(Sampling(1.0, seed=seed))
-        tree = Tree(Kind.DISTINCT, chooser, 30, 4, [0])
+        tree = Tree(Kind.DISTINCT, Chooser(Sampling(1.0, seed=seed)), 30, 4, [0])
         answers = {0: drafters[0]}
         while rows := shape.grow(tree, answers):
             answers = {row: drafters[1] for row in rows if tree.depths[row] == 1}

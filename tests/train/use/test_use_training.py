@@ -309,9 +309,8 @@ def test_an_export_of_the_same_head_changes_nothing(world, target):
 
 @pytest.mark.parametrize("fields", [{"adapter": "a"}, {}], ids=str)
 def test_a_head_learns_without_an_adapter_only(world, fields):
-    words = "leave --learn or --adapter out"
     path, how = world / "bundle", {"threads": 1, "learn": world / "other", **fields}
-    with pytest.raises(errors.OptionError, match=words):
+    with pytest.raises(errors.OptionError, match="leave --learn or --adapter out"):
         jetdraft.load(path, **how).adapted("a")
 
 
