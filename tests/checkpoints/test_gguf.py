@@ -25,17 +25,7 @@ from tests.ggufs import adding, one, random_bytes, write_gguf
 from tests.native.operators import gathered
 from tests.programs import assert_refused, succeed
 from tests.programs import jetdraft as command
-from tests.tiny import (
-    END_OF_TEXT,
-    HYBRIDS,
-    SIZES,
-    drafter_config,
-    exported,
-    llama_config,
-    refused,
-    save_checkpoint,
-    tokenizer,
-)
+from tests.tiny import tokenizer
 from tools.recipes.__main__ import main as recipes
 
 IDS = list(range(5, 29))
@@ -49,7 +39,7 @@ def mixed(name):
     return Type.Q6_K if "v_proj" in name else Type.Q4_K
 
 
-ONE_LAYER = {**SIZES, "num_hidden_layers": 1}
+ONE_LAYER = {**tiny.SIZES, "num_hidden_layers": 1}
 WIDE = transformers.LlamaConfig(
     **{**ONE_LAYER, "hidden_size": 256, "intermediate_size": 256},
     tie_word_embeddings=True,
@@ -59,15 +49,15 @@ GEMMA = transformers.Gemma3TextConfig(
 )
 QWEN2 = transformers.Qwen2Config(**ONE_LAYER)
 QWEN3 = transformers.Qwen3Config(**ONE_LAYER, head_dim=32)
-SMALL = llama_config(num_hidden_layers=1)
+SMALL = tiny.llama_config(num_hidden_layers=1)
 CASES = {
-    "llama Q4_0": ("llama", llama_config(num_hidden_layers=2), one(Type.Q4_0)),
+    "llama Q4_0": ("llama", tiny.llama_config(num_hidden_layers=2), one(Type.Q4_0)),
     "llama mixed": ("llama", WIDE, mixed),
     "llama Q5_K": ("llama", WIDE, one(Type.Q5_K)),
     "qwen2 Q5_0": ("qwen2", QWEN2, one(Type.Q5_0)),
     "qwen3 Q4_1": ("qwen3", QWEN3, one(Type.Q4_1)),
     "gemma3 Q8_0": ("gemma3", GEMMA, one(Type.Q8_0)),
-    "lfm2 Q4_0": ("lfm2", HYBRIDS["lfm2"](), one(Type.Q4_0)),
+    "lfm2 Q4_0": ("lfm2", tiny.HYBRIDS["lfm2"](), one(Type.Q4_0)),
 }
 
 MIXTURES = {
@@ -91,7 +81,7 @@ def test_experts_keep_their_types(name, tmp_path):
     assert found.model.config.norm_topk_prob == family_norms
     logits = logits_of(found.model)
     assert (logits - expected).std() < 0.002 * expected.std()
-    exported(file, tmp_path / "bundle", "q8_0", max_width=32)
+    tiny.exported(file, tmp_path / "bundle", "q8_0", max_width=32)
     with jetdraft.load(tmp_path / "bundle") as model:
         logits = model.parts.target.run(IDS).logits
     # Routers see rounded rows.
@@ -101,7 +91,7 @@ def test_experts_keep_their_types(name, tmp_path):
              for a in n.attribute if a.name == "format"]  # fmt: skip
     assert set(types) == {"Q8_0" if kind == Type.F16 else kind.name}
     how = {"kernel": "onnxruntime", "recipe": "int8"}
-    refused(jetdraft.JetdraftError, "types hold experts", file, **how)
+    tiny.refused(jetdraft.JetdraftError, "types hold experts", file, **how)
 
 
 # Recurrent states are computed by jetdraft's operators only.
@@ -114,7 +104,7 @@ def case(request, tmp_path_factory):
     family, config, kinds = CASES[name]
     folder = tmp_path_factory.mktemp("gguf")
     written = write_gguf(folder / "model.gguf", config, kinds, family)
-    exported(written.path, folder / "bundle", max_width=32, kernel=kernel)
+    tiny.exported(written.path, folder / "bundle", max_width=32, kernel=kernel)
     return written, folder / "bundle"
 
 
@@ -259,7 +249,7 @@ def factors_of(config):
 
 def test_llama_3_scales_its_rotations(tmp_path):
     sizes = {"head_dim": 64, "num_hidden_layers": 1, "max_position_embeddings": 131072}
-    config = llama_config(**sizes, rope_parameters=LLAMA3)
+    config = tiny.llama_config(**sizes, rope_parameters=LLAMA3)
     factors = factors_of(config)
     assert factors.max() == 32
     assert factors.min() == pytest.approx(1)
@@ -307,7 +297,7 @@ def test_rotations_are_scaled_as_llama_cpp_scales_them(tmp_path, name):
     stored, meant = SCALINGS[name]
     change = adding({f"llama.rope.{key}": value for key, value in stored.items()})
     rope = {"rope_theta": 10000.0, "factor": 4.0, **meant}
-    config = llama_config(num_hidden_layers=1, rope_parameters=rope)
+    config = tiny.llama_config(num_hidden_layers=1, rope_parameters=rope)
     written = write_gguf(tmp_path / "model.gguf", config, one(Type.F32), change=change)
     found = Checkpoint.load(str(written.path), torch.float32).model
     np.testing.assert_allclose(logits_of(found), logits_of(written.model), atol=1e-4)
@@ -318,7 +308,7 @@ def test_an_unknown_scaling_is_refused(tmp_path):
         writer.add_rope_scaling_type(gguf.RopeScalingType.LONGROPE)
 
     file = tmp_path / "model.gguf"
-    write_gguf(file, llama_config(num_hidden_layers=1), change=change)
+    write_gguf(file, tiny.llama_config(num_hidden_layers=1), change=change)
     with pytest.raises(UnsupportedModelError, match="by 'longrope'"):
         Checkpoint.load(str(file), torch.float32)
 
@@ -433,7 +423,7 @@ def test_a_drafter_with_another_tokenizer(tmp_path):
     said = ["has another tokenizer than"]
     assert_no_bundle(tmp_path, target, "--drafter", drafter, said=said)
     # A folder with the same tokenizer in another form is no other tokenizer.
-    folder = save_checkpoint(tmp_path / "folder", drafter_config())
+    folder = tiny.save_checkpoint(tmp_path / "folder", tiny.drafter_config())
     fields = json.loads((folder / "tokenizer.json").read_text())
     fields["pre_tokenizer"]["trim_offsets"] = False
     fields["model"]["merges"] = [" ".join(m) for m in fields["model"]["merges"]]
@@ -465,7 +455,7 @@ def test_a_type_that_gguf_cannot_read(tmp_path, monkeypatch):
 
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
-CONFIG = llama_config(num_hidden_layers=1)
+CONFIG = tiny.llama_config(num_hidden_layers=1)
 TEXT = "def self.in(x):\n\treturn 1234 für 日本  \n"
 
 
@@ -488,8 +478,8 @@ def test_texts_come_back(tmp_path, rule):
     written = write_gguf(tmp_path / "model.gguf", CONFIG, rule=rule)
     found = Checkpoint.load(str(written.path), torch.float32)
     made = Tokenizer.from_str(found.tokenizer)
-    ids = made.encode(TEXT + END_OF_TEXT).ids
-    assert made.decode(ids, skip_special_tokens=False) == TEXT + END_OF_TEXT
+    ids = made.encode(TEXT + tiny.END_OF_TEXT).ids
+    assert made.decode(ids, skip_special_tokens=False) == TEXT + tiny.END_OF_TEXT
     assert made.decode(ids) == TEXT, "the end of text is a special token"
     assert ids.count(0) == 1
     assert ids[-1] == 0

@@ -28,19 +28,11 @@ from tests.checkpoints.heads.layouts import LAYERS, eagle1, eagle3, write
 from tests.ggufs import write_gguf
 from tests.programs import jetdraft as command
 from tests.programs import succeed
-from tests.tiny import (
-    VOCAB_SIZE,
-    WORDS,
-    exported,
-    llama_config,
-    refused,
-    save_checkpoint,
-)
 
 COUNT = 120
 TEXT = "the self import range in print def return for " * 30 + "0123456789abcdefgh" * 9
 PROMPT = " the self"
-MAX_VOCAB_SIZE = VOCAB_SIZE + 64
+MAX_VOCAB_SIZE = tiny.VOCAB_SIZE + 64
 PAIRS = [(320, 288), (320, 320), (320, 352), (288, 352), (320, 280)]
 """Rows of the target and of the drafter; the tokenizer has 288 tokens."""
 IDS = [5, 9, 200, 31, 64, 77]
@@ -61,7 +53,7 @@ def cut(pair, text, tmp_path_factory):
     options = {"draft_vocab": COUNT, "calibration": text, "fast": False}
     options |= {"drafter_recipe": "int8", "capacity": 256, "max_width": 64}
     folder = tmp_path_factory.mktemp("cut") / "bundle"
-    return exported(pair.target, folder, "int8", drafter=pair.drafter, **options)
+    return tiny.exported(pair.target, folder, "int8", drafter=pair.drafter, **options)
 
 
 @pytest.fixture(scope="module")
@@ -100,15 +92,17 @@ def test_few_tokens_are_the_most_frequent_and_equal_ones_the_most_probable(pair)
 
 def test_what_the_target_writes_ranks_all_tokens(pair):
     target = Checkpoint.load(str(pair.target), torch.float32)
-    ids = frequent_tokens(target.model, sample_text(target), VOCAB_SIZE)
-    assert ids.tolist() == list(range(VOCAB_SIZE))
+    ids = frequent_tokens(target.model, sample_text(target), tiny.VOCAB_SIZE)
+    assert ids.tolist() == list(range(tiny.VOCAB_SIZE))
 
 
 def test_the_head_has_fewer_rows_and_the_embedding_stays_quantized(cut):
     sizes = shapes(cut, cut.drafter.file)
     heads = {n: s for n, s in sizes.items() if s[:1] == (COUNT,) and "int8" in n}
     assert len(heads) == 1
-    tables = {n: s for n, s in sizes.items() if s[:1] == (VOCAB_SIZE,) and len(s) > 1}
+    tables = {
+        n: s for n, s in sizes.items() if s[:1] == (tiny.VOCAB_SIZE,) and len(s) > 1
+    }
     assert tables
     assert all("int8" in name for name in tables)
 
@@ -173,8 +167,8 @@ def test_a_verifier_that_reads_q_keeps_the_distribution(cut_model):
 
 
 def target(folder, layers):
-    config = llama_config(num_hidden_layers=layers)
-    return str(save_checkpoint(folder / "target", config))
+    config = tiny.llama_config(num_hidden_layers=layers)
+    return str(tiny.save_checkpoint(folder / "target", config))
 
 
 def test_a_head_without_a_map_is_cut(tmp_path):
@@ -202,7 +196,7 @@ def test_a_head_without_a_map_is_cut(tmp_path):
             assert drafted.stats.drafted_tokens > 20
 
 
-@pytest.mark.parametrize("count", [0, -1, VOCAB_SIZE, 10**9])
+@pytest.mark.parametrize("count", [0, -1, tiny.VOCAB_SIZE, 10**9])
 def test_a_count_that_is_no_part_is_refused(pair, tmp_path, count):
     result = command(
         *("export", pair.target, "--drafter", pair.drafter, "--quantize=int8"),
@@ -216,13 +210,13 @@ def test_a_count_that_is_no_part_is_refused(pair, tmp_path, count):
 
 def test_a_draft_vocabulary_without_a_drafter_is_refused(pair, tmp_path):
     said = "needs a drafter; give --drafter or --head"
-    refused(OptionError, said, pair.target, draft_vocab=9)
+    tiny.refused(OptionError, said, pair.target, draft_vocab=9)
 
 
 def test_a_trained_map_rules(tmp_path):
     head = write(tmp_path / "head", *eagle3())
     said, source = "trained with its own draft vocabulary", target(tmp_path, LAYERS)
-    refused(OptionError, said, source, head=head, draft_vocab=50)
+    tiny.refused(OptionError, said, source, head=head, draft_vocab=50)
 
 
 def acceptance(bundle):
@@ -264,10 +258,10 @@ def test_check_warns_where_the_acceptance_fell(cut, tmp_path):
 @pytest.fixture(scope="module")
 def padded(tmp_path_factory):
     folder = tmp_path_factory.mktemp("padded")
-    config = llama_config(
+    config = tiny.llama_config(
         tie_word_embeddings=False, vocab_size=MAX_VOCAB_SIZE, num_hidden_layers=1
     )
-    whole = save_checkpoint(folder / "whole", config)
+    whole = tiny.save_checkpoint(folder / "whole", config)
 
     def make(rows, tied=False):
         copy = shutil.copytree(whole, folder / f"{rows}-{tied}", dirs_exist_ok=True)
@@ -293,7 +287,7 @@ def opened(padded, tmp_path_factory):
         if (rows, drafter_rows) not in models:
             target, drafter = padded(rows), padded(drafter_rows)
             output = tmp_path_factory.mktemp("pair") / "bundle"
-            exported(target, output, drafter=drafter)
+            tiny.exported(target, output, drafter=drafter)
             models[rows, drafter_rows] = jetdraft.load(output, threads=1)
         return models[rows, drafter_rows]
 
@@ -352,7 +346,7 @@ def test_trees_and_other_methods_too(opened):
 def test_quantized_and_cut_drafters(padded, tmp_path, pair):
     drafter, recipes = padded(pair[1], tied=True), {"drafter_recipe": "int8"}
     options = {**recipes, "draft_vocab": min(pair) - 1}
-    bundle = exported(
+    bundle = tiny.exported(
         padded(pair[0]), tmp_path / "bundle", "int8", drafter=drafter, **options
     )
     assert bundle.draft_vocabulary().max() < min(pair)
@@ -372,13 +366,13 @@ def test_the_recipe_of_a_padded_drafter_is_measured(padded, tmp_path, rows):
 @pytest.mark.parametrize(("rows", "of_file"), [(320, 288), (288, 320)])
 def test_a_gguf_drafter(padded, tmp_path, rows, of_file):
     def pad(writer):
-        fields, spare = writer.kv_data[0], range(VOCAB_SIZE, of_file)
+        fields, spare = writer.kv_data[0], range(tiny.VOCAB_SIZE, of_file)
         fields["tokenizer.ggml.tokens"].value += [f"[PAD{i}]" for i in spare]
         fields["tokenizer.ggml.token_type"].value += [UNUSED for _ in spare]
 
-    config = llama_config(vocab_size=of_file, num_hidden_layers=1)
+    config = tiny.llama_config(vocab_size=of_file, num_hidden_layers=1)
     file = write_gguf(tmp_path / "drafter.gguf", config, change=pad).path
-    bundle = exported(padded(rows), tmp_path / "bundle", drafter=file)
+    bundle = tiny.exported(padded(rows), tmp_path / "bundle", drafter=file)
     assert bundle.drafter.contract.vocab_size == 288
     with jetdraft.load(bundle.path, threads=1) as model:
         drafts_as_plain(model, [5, rows - 1, 9], ways=WAYS[1:])
@@ -392,7 +386,7 @@ def test_encoder_decoders(tmp_path, family, pair):
         sources.save(tmp_path / str(rows), kind(**small | {"vocab_size": rows}))
         for rows in pair
     )
-    bundle = exported(target, tmp_path / "bundle", drafter=drafter)
+    bundle = tiny.exported(target, tmp_path / "bundle", drafter=drafter)
     with jetdraft.load(bundle.path, threads=1) as model:
         drafted = drafts_as_plain(model, [*sources.SOURCE, pair[0] - 1])
     assert all(found.stats.drafted_tokens for found in drafted)
@@ -408,7 +402,7 @@ def test_tokenizers_may_differ_in_what_only_one_has(padded, tmp_path):
     fields["normalizer"] = {"type": "NFC"}
     fields["model"]["merges"].reverse()
     file.write_text(json.dumps(fields))
-    exported(padded(320), tmp_path / "bundle", drafter=drafter)
-    tiny.save_tokenizer(drafter, WORDS[::-1])
+    tiny.exported(padded(320), tmp_path / "bundle", drafter=drafter)
+    tiny.save_tokenizer(drafter, tiny.WORDS[::-1])
     said = r"token \d+ is '.*', not '.*'; choose"
-    refused(PairError, said, padded(320), drafter=drafter)
+    tiny.refused(PairError, said, padded(320), drafter=drafter)

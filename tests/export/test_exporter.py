@@ -31,26 +31,19 @@ from jetdraft.quant import weights
 from jetdraft.quant.choice import KL_BOUND
 from jetdraft.quant.divergence import Divergence
 from jetdraft.recipe import GRIDS, Recipe
-from tests import cases, same_text
+from tests import cases, same_text, tiny
 from tests.programs import ROOT, python
-from tests.tiny import (
-    SIZES,
-    VOCAB_SIZE,
-    WORDS,
-    drafter_config,
-    exported,
-    llama_config,
-    refused,
-    save_checkpoint,
-    save_tokenizer,
-)
 
 SMALL = {"capacity": 64, "max_width": 16}
 PROMPT = " the self"
 
 
 def checkpoint(folder: Path, tokenizer: bool = True, **changes) -> str:
-    return str(save_checkpoint(folder, drafter_config(**changes), tokenizer=tokenizer))
+    return str(
+        tiny.save_checkpoint(
+            folder, tiny.drafter_config(**changes), tokenizer=tokenizer
+        )
+    )
 
 
 def operators(bundle: jetdraft.Bundle) -> Counter[str]:
@@ -104,7 +97,7 @@ def test_every_precision_loads_and_drafts_the_same_text(
     source, tmp_path, scheme, dtype
 ):
     options = {"drafter": source, "drafter_recipe": scheme, "dtype": dtype}
-    made = exported(source, tmp_path / "bundle", scheme, **options)
+    made = tiny.exported(source, tmp_path / "bundle", scheme, **options)
     assert ("MatMulNBits" in operators(made)) == (scheme != "none")
     assert ("MatMul" in operators(made)) == (scheme == "none")
     assert made.target.contract.dtype == {"fp32": "float32", "fp16": "float16"}[dtype]
@@ -185,7 +178,7 @@ def test_failure_halfway_leaves_nothing(source, tmp_path, monkeypatch):
 def test_a_drafter_of_unknown_tokens_has_about_as_many(source, tmp_path):
     other = checkpoint(tmp_path / "other", tokenizer=False, vocab_size=9999)
     said = r"has 9999 tokens, .* has 288, and without"
-    refused(PairError, said, source, drafter=other)
+    tiny.refused(PairError, said, source, drafter=other)
 
 
 def test_drafter_with_another_tokenizer_is_refused_before_a_weight_is_read(
@@ -195,8 +188,8 @@ def test_drafter_with_another_tokenizer_is_refused_before_a_weight_is_read(
         exporter.Checkpoint, "load", lambda *_: pytest.fail("weights were read")
     )
     other = checkpoint(tmp_path / "other", tokenizer=False)
-    save_tokenizer(tmp_path / "other", WORDS[::-1])
-    refused(PairError, "another tokenizer", source, drafter=other)
+    tiny.save_tokenizer(tmp_path / "other", tiny.WORDS[::-1])
+    tiny.refused(PairError, "another tokenizer", source, drafter=other)
 
 
 @cases("name", "nothing here", "./nothing", "empty")
@@ -204,7 +197,7 @@ def test_drafter_with_another_tokenizer_is_refused_before_a_weight_is_read(
 def test_missing_or_empty_checkpoint_is_refused(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("empty").mkdir()
-    refused(CheckpointError, "; give a folder", name)
+    tiny.refused(CheckpointError, "; give a folder", name)
 
 
 @pytest.mark.usefixtures("no_tracing")
@@ -225,7 +218,7 @@ def test_damaged_checkpoint_is_refused_in_one_line(source, tmp_path, file, conte
         (folder / file).unlink()
     else:
         (folder / file).write_bytes(content)
-    refused(CheckpointError, str(folder), folder)
+    tiny.refused(CheckpointError, str(folder), folder)
 
 
 @pytest.mark.usefixtures("no_tracing")
@@ -243,11 +236,11 @@ def test_a_pass_is_no_wider_than_the_buffers():
 
 def test_linear_layers_of_any_kind_are_quantized(tmp_path):
     config = transformers.GPT2Config(
-        vocab_size=VOCAB_SIZE, n_embd=32, n_layer=1, n_head=2, n_positions=64,
+        vocab_size=tiny.VOCAB_SIZE, n_embd=32, n_layer=1, n_head=2, n_positions=64,
         bos_token_id=0, eos_token_id=0, initializer_range=0.2,
     )  # fmt: skip
-    checkpoint = save_checkpoint(tmp_path / "gpt2", config)
-    nodes = operators(exported(checkpoint, tmp_path / "bundle", "int8"))
+    checkpoint = tiny.save_checkpoint(tmp_path / "gpt2", config)
+    nodes = operators(tiny.exported(checkpoint, tmp_path / "bundle", "int8"))
     assert nodes["MatMulNBits"] == 4 + 1
     assert not nodes["Gemm"] + nodes["MatMul"]
 
@@ -265,7 +258,7 @@ def test_damaged_tokenizer_is_refused(pair, tmp_path):
     del fields["model"]["vocab"][left + right]
     file.write_text(json.dumps(fields))
     said = r"tokenizer of .* cannot be read"
-    refused(CheckpointError, said, pair.target, drafter=drafter)
+    tiny.refused(CheckpointError, said, pair.target, drafter=drafter)
 
 
 def test_weights_that_do_not_fit_their_config_are_refused(pair, tmp_path):
@@ -273,7 +266,7 @@ def test_weights_that_do_not_fit_their_config_are_refused(pair, tmp_path):
     file = target / "config.json"
     fields = json.loads(file.read_text())
     file.write_text(json.dumps(fields | {"vocab_size": fields["vocab_size"] + 8}))
-    refused(CheckpointError, r"do not fit its config\.json", target)
+    tiny.refused(CheckpointError, r"do not fit its config\.json", target)
 
 
 @pytest.fixture
@@ -338,8 +331,8 @@ def test_sliding_windows_leave_chains_only(tmp_path):
         query_pre_attn_scalar=8, eos_token_id=0,
         layer_types=["sliding_attention", "full_attention"],
     )  # fmt: skip
-    target = save_checkpoint(tmp_path / "target", config, seed=0)
-    bundle = exported(target, tmp_path / "bundle")
+    target = tiny.save_checkpoint(tmp_path / "target", config, seed=0)
+    bundle = tiny.exported(target, tmp_path / "bundle")
     assert bundle.target.tree_file is None
     assert not list(bundle.path.glob("*tree*"))
 
@@ -435,8 +428,8 @@ def model(config):
 
 def test_an_export_warns_of_rows_that_no_training_reached(tmp_path, monkeypatch):
     monkeypatch.setattr(graphs, "trace", None)  # it warns before it traces
-    config = llama_config(num_hidden_layers=1, max_position_embeddings=48)
-    save_checkpoint(tmp_path / "checkpoint", config)
+    config = tiny.llama_config(num_hidden_layers=1, max_position_embeddings=48)
+    tiny.save_checkpoint(tmp_path / "checkpoint", config)
     options = ExportOptions(Recipe("none"), capacity=64, max_width=16)
     said = "LlamaForCausalLM was trained on texts of 48 tokens.* hold 64.*--capacity 48"
     with pytest.warns(UserWarning, match=said), pytest.raises(TypeError):
@@ -447,7 +440,7 @@ def test_an_export_warns_of_rows_that_no_training_reached(tmp_path, monkeypatch)
 
 def test_frequencies_of_each_kind_of_layer_count():
     config = transformers.Gemma3TextConfig(
-        **{**SIZES, "num_hidden_layers": 2},
+        **{**tiny.SIZES, "num_hidden_layers": 2},
         head_dim=16,
         layer_types=["sliding_attention", "full_attention"],
         rope_parameters={"sliding_attention": LOCAL, "full_attention": LOCAL},
@@ -458,8 +451,8 @@ def test_frequencies_of_each_kind_of_layer_count():
 
 @cases(
     "config, capacity",
-    (llama_config(), 512),
-    (llama_config(rope_parameters=YARN), 2048),
+    (tiny.llama_config(), 512),
+    (tiny.llama_config(rope_parameters=YARN), 2048),
     (transformers.BloomConfig(vocab_size=288, hidden_size=64, n_head=4), 4096),
     ids=["short", "scaled", "no positions"],
 )

@@ -17,13 +17,6 @@ from jetdraft.recipe import Recipe
 from tests import same_text, tiny
 from tests.checkpoints.heads.test_mtp import edit
 from tests.programs import python
-from tests.tiny import (
-    drafter_config,
-    exported,
-    refused,
-    save_checkpoint,
-    save_tokenizer,
-)
 
 INT8 = Recipe("int8", 32)
 LARGE_VOCABULARY = 151_936
@@ -46,12 +39,12 @@ def options(**more) -> ExportOptions:
 @pytest.fixture(scope="module")
 def settled(tmp_path_factory) -> jetdraft.Model:
     folder = tmp_path_factory.mktemp("settled")
-    save_checkpoint(folder / "checkpoint", drafter_config())
+    tiny.save_checkpoint(folder / "checkpoint", tiny.drafter_config())
     transformers.GenerationConfig(
         eos_token_id=[5, 9], do_sample=True, temperature=0.7, top_p=0.8, top_k=20
     ).save_pretrained(folder / "checkpoint")
     with pytest.warns(UserWarning, match="passed over: .* eos_token <.endoftext.>"):
-        exported(folder / "checkpoint", folder / "bundle", "int8")
+        tiny.exported(folder / "checkpoint", folder / "bundle", "int8")
     return jetdraft.load(folder / "bundle", threads=1)
 
 
@@ -64,7 +57,7 @@ def test_generation_config_decides_ends_and_sampling(settled):
 @pytest.mark.parametrize("name", ["gemma3n", "gemma4"])
 def test_a_language_model_is_read_alone(name, tmp_path):
     config, level = tiny.SHARING[name](), ("model.", "model.language_model.", 1)
-    save_checkpoint(tmp_path, config, tokenizer=False)
+    tiny.save_checkpoint(tmp_path, config, tokenizer=False)
     alone = Checkpoint.load(str(tmp_path), torch.float32).model.parameters()
     tower = {"model.vision_tower.encoder.layers.99.weight": torch.ones(2)}
     edit(tmp_path, lambda own: {n.replace(*level): t for n, t in own.items()} | tower)
@@ -98,13 +91,13 @@ def test_a_character_split_over_tokens_comes_whole(settled):
 
 
 def test_shards_are_read_as_one_and_a_missing_shard_is_one_line(tmp_path):
-    save_checkpoint(tmp_path / "whole", drafter_config())
+    tiny.save_checkpoint(tmp_path / "whole", tiny.drafter_config())
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "whole")
     model.save_pretrained(tmp_path / "shards", max_shard_size="8KB")
-    save_tokenizer(tmp_path / "shards")
+    tiny.save_tokenizer(tmp_path / "shards")
     assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 2
     weights = [
-        exported(tmp_path / name, tmp_path / f"{name}-bundle", "int8")
+        tiny.exported(tmp_path / name, tmp_path / f"{name}-bundle", "int8")
         for name in ("whole", "shards")
     ]
     first, second = (
@@ -112,18 +105,18 @@ def test_shards_are_read_as_one_and_a_missing_shard_is_one_line(tmp_path):
     )
     assert first == second
     sorted((tmp_path / "shards").glob("*.safetensors"))[1].unlink()
-    refused(jetdraft.JetdraftError, "shards", tmp_path / "shards", "int8")
+    tiny.refused(jetdraft.JetdraftError, "shards", tmp_path / "shards", "int8")
 
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_matrices_in_parts_and_integers_in_a_file_give_the_same_bytes(
     tied, tmp_path, monkeypatch
 ):
-    config = drafter_config(tie_word_embeddings=tied)
-    source = save_checkpoint(tmp_path / "source", config)
+    config = tiny.drafter_config(tie_word_embeddings=tied)
+    source = tiny.save_checkpoint(tmp_path / "source", config)
 
     def written(name):
-        bundle = exported(source, tmp_path / name, "q4_0", max_width=16)
+        bundle = tiny.exported(source, tmp_path / name, "q4_0", max_width=16)
         return (bundle.path / f"{bundle.target.file}.data").read_bytes()
 
     whole = written("whole")
@@ -135,8 +128,10 @@ def test_matrices_in_parts_and_integers_in_a_file_give_the_same_bytes(
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory) -> tuple[Path, jetdraft.Model]:
     folder = tmp_path_factory.mktemp("wide")
-    save_checkpoint(folder / "checkpoint", drafter_config(vocab_size=LARGE_VOCABULARY))
-    bundle = exported(folder / "checkpoint", folder / "bundle", "int8")
+    tiny.save_checkpoint(
+        folder / "checkpoint", tiny.drafter_config(vocab_size=LARGE_VOCABULARY)
+    )
+    bundle = tiny.exported(folder / "checkpoint", folder / "bundle", "int8")
     return folder / "checkpoint", jetdraft.load(bundle.path, threads=1)
 
 
@@ -167,16 +162,16 @@ def test_a_large_vocabulary_is_drafted_exactly(wide):
 
 
 def test_an_export_needs_little_more_than_a_shard(tmp_path):
-    config = drafter_config(
+    config = tiny.drafter_config(
         hidden_size=1024, intermediate_size=16_000, num_attention_heads=8
     )
     folder = tmp_path / "checkpoint"
-    save_checkpoint(folder, config, tokenizer=False)
+    tiny.save_checkpoint(folder, config, tokenizer=False)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
     for file in folder.glob("*.safetensors"):
         file.unlink()
     model.save_pretrained(folder, max_shard_size="70MB")
-    save_tokenizer(folder)
+    tiny.save_tokenizer(folder)
     shards = [file.stat().st_size for file in folder.glob("*.safetensors")]
     assert len(shards) > 3
     assert sum(shards) > 200e6

@@ -2,7 +2,7 @@ import contextlib
 import io
 import json
 import re
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, product
 from pathlib import Path
 
 import pytest
@@ -15,6 +15,7 @@ from jetdraft.runtime.text.template import user_message
 from jetdraft.server.app import Service
 from tests.runtime.test_conversation import with_template
 from tests.runtime.text.test_tools import record, tool
+from tests.server import test_dialects as dialects
 from tests.server.serving import served
 
 DOCS = Path(__file__).parents[2] / "docs" / "embedding.md"
@@ -415,15 +416,37 @@ def test_the_template_decides_what_becomes_of_a_thought(thinkers):
     assert reused[True] > reused[False] > 0
 
 
+def heard(path, answer, stream):
+    """The thought and the text of an answer, or of a stream's events."""
+    events, name = dialects.events_of(answer) if stream else [answer.json()], "text"
+    thought = "thinking"
+    if path == dialects.MESSAGES:
+        parts = events[0].get("content", [e.get("delta", {}) for e in events])
+        assert not stream or {"thinking_delta", "text_delta"} < {
+            part.get("type") for part in parts
+        }
+    elif path == dialects.CHAT:
+        parts, name = [event["message"] for event in events], "content"
+    else:
+        items = events[-1].get("response", events[-1])["output"]
+        assert [item["type"] for item in items] == ["reasoning", "message"]
+        parts = [{p["type"]: p["text"]} for item in items for p in item["content"]]
+        if stream:
+            deltas = [event for event in events if "delta" in event]
+            parts = [{e["type"].split(".")[1]: e["delta"]} for e in deltas]
+        thought, name = "reasoning_text", "output_text"
+    return ["".join(part.get(kind, "") for part in parts) for kind in (thought, name)]
+
+
 def test_the_server_sends_thoughts_apart(thinkers):
     model = thinkers["tags"]
     bias = dict.fromkeys(model.bundle.eos_token_ids, -100.0)
-    how = {"max_tokens": 30, "temperature": 0, "messages": MESSAGES, "model": "m"}
+    how = {"max_tokens": 60, "temperature": 0, "messages": MESSAGES, "model": "m"}
     how["logit_bias"] = {str(token): value for token, value in bias.items()}
     most = {"max_thinking_tokens": 8}
     opened = {"extra_body": {**most, "chat_template_kwargs": {"opens": True}}}
     own = model.chat(
-        MESSAGES, template={"opens": True}, max_new_tokens=30, logit_bias=bias, **most
+        MESSAGES, template={"opens": True}, max_new_tokens=60, logit_bias=bias, **most
     )
     with (
         Pool(model.bundle.path, 1, threads=1) as pool,
@@ -446,6 +469,13 @@ def test_the_server_sends_thoughts_apart(thinkers):
         budget = {"thinking": {"type": "enabled", "budget_tokens": 8}}
         opened["extra_body"] |= {"max_thinking_tokens": None, **budget}
         assert create(**how, **opened).choices[0].message.content == own.text
+        same = {"model": "m", "logit_bias": how["logit_bias"]}
+        same["chat_template_kwargs"] = {"opens": True}
+        for path, stream in product(dialects.ASKED, (False, True)):
+            own_budget = budget if path == dialects.MESSAGES else most
+            body = dialects.body_of(path, MESSAGES, stream, **same, **own_budget)
+            answer = dialects.post(address, path, body)
+            assert heard(path, answer, stream) == [own.thought, own.text], answer.text
         for more in (
             {"reasoning_effort": "none"}, {"extra_body": {"enable_thinking": False}},
             {"extra_body": {"thinking": {"type": "disabled"}}},
