@@ -6,7 +6,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from urllib.parse import urlsplit
 
@@ -91,7 +91,7 @@ def read(line: socket.socket) -> bytes:
     return b"".join(iter(lambda: line.recv(65536), b""))
 
 
-def until(holds, seconds=60.0):
+def until(holds: Callable[[], object], seconds: float = 60.0) -> None:
     end = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < end, "it never came"
