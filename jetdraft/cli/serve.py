@@ -96,4 +96,5 @@ def command(
         folders = server.prefixes, server.images
         service = app.Service(pool, name, limits, *access, *folders)
         click.echo(f"{service.name} answers at {' and '.join(places)}", err=True)
-        http_server.run(service, listeners, server.host, server.drain)
+        code = http_server.run(service, listeners, server.host, server.drain)
+        click.get_current_context().exit(code)

@@ -43,7 +43,7 @@ class HttpServer(uvicorn.Server):
         self.limiter = ConnectionLimiter(per_peer, MAX_BUSY_CLIENTS * per_peer)
         self._service, self._drain = service, drain
         self._systemd, self._alive_at = Systemd(os.environ), 0.0
-        self._must_cut = False
+        self.must_cut = False  # True when one more Ctrl-C has come.
         protocol: Any = partial(Connection, self.limiter)
         config = uvicorn.Config(
             log_requests(service.app(host)),
@@ -81,14 +81,14 @@ class HttpServer(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Start the shutdown; a Ctrl-C after it cuts the running texts."""
         if self.should_exit and sig == signal.SIGINT:
-            self._must_cut = True
+            self.must_cut |= bool(self._service.desk.jobs)
         else:
             super().handle_exit(sig, frame)
 
     async def _check_regularly(self) -> None:
         """Drop slow connections and notify the watchdog, every `SWEEP_SECONDS`."""
         while True:
-            if self._must_cut:
+            if self.must_cut:
                 self._service.desk.end_jobs()
             self.limiter.drop_slow(asyncio.get_running_loop().time())
             # The watchdog must know that the loop runs and no text is past its end.
@@ -144,13 +144,15 @@ def _error_handler() -> Callable[[asyncio.AbstractEventLoop, dict[str, Any]], No
     return report
 
 
-def run(service: Service, sockets: list[socket.socket], host: str, drain: int) -> None:
-    """Run an `HttpServer` on the listening sockets; returns when it has ended."""
+def run(service: Service, sockets: list[socket.socket], host: str, drain: int) -> int:
+    """Run an `HttpServer` on the sockets to its end; 130 if Ctrl-C cut texts, or 0."""
     # asyncio logs a warning for each write to a client that has gone.
     logging.getLogger("asyncio").setLevel(logging.ERROR)
     # uvicorn raises the signal again after the last answer.
+    server = HttpServer(service, host, drain)
     with suppress(KeyboardInterrupt, SystemExit):
-        HttpServer(service, host, drain).run(sockets=sockets)
+        server.run(sockets=sockets)
+    return 128 + signal.SIGINT if server.must_cut else 0
 
 
 class Systemd:

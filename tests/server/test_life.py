@@ -109,7 +109,7 @@ def test_a_second_ctrl_c_cuts_the_text_and_answers(toy, stream):
         process.send_signal(signal.SIGINT)
         assert process.stderr.readline().endswith("30 s; Ctrl-C cuts it\n")
         process.send_signal(signal.SIGINT)
-        assert process.wait(60) == 0
+        assert process.wait(60) == 130
         answer = asking.result(60).text
         assert '"server_error"' in answer
         assert answer.rstrip().endswith("[DONE]") == stream
