@@ -13,7 +13,7 @@ from jetdraft.parsing import RecordError, read_json_file, read_record
 from jetdraft.runtime.sampling.chooser import Sampling
 from jetdraft.runtime.sampling.processors import Penalties
 
-HONOURED, NO_TEXT = "honoured", "changes no text"
+KEPT, NO_TEXT = "honoured", "changes no text"
 WARNED, REFUSED = "warned of", "refused"
 MAX_VALUE_LETTERS = 60  # The most characters of a value that a warning shows.
 
@@ -36,13 +36,13 @@ class Rule:
 # Rules for generation_config.json, or for config.json where that is missing.
 # fmt: off
 GENERATION_FIELDS = (
-    Rule("do_sample temperature top_k top_p min_p", HONOURED,
+    Rule("do_sample temperature top_k top_p min_p", KEPT,
         "greedy unless `do_sample`; then the temperature is 1 and `top_k` 50 where "
         "the file has none, as in transformers"),
-    Rule("repetition_penalty", HONOURED, "the option of this name"),
-    Rule("stop_strings", HONOURED, "the option `stop`"),
-    Rule("eos_token_id", HONOURED, "all of them end a text"),
-    Rule("suppress_tokens", HONOURED, "the option `logit_bias`, which takes them out"),
+    Rule("repetition_penalty", KEPT, "the option of this name"),
+    Rule("stop_strings", KEPT, "the option `stop`"),
+    Rule("eos_token_id", KEPT, "all of them end a text"),
+    Rule("suppress_tokens", KEPT, "the option `logit_bias`, which takes them out"),
     Rule("bad_words_ids", WARNED,
         "words of several tokens; words of one token are honoured as `logit_bias`",
         lambda words: all(len(word) == 1 for word in words or ())),
@@ -92,12 +92,12 @@ SAMPLING_FIELDS = (
 )
 # Rules for encoder-decoders; they override `GENERATION_FIELDS`.
 SOURCE_FIELDS = (
-    Rule("decoder_start_token_id forced_bos_token_id", HONOURED,
+    Rule("decoder_start_token_id forced_bos_token_id", KEPT,
         "a text begins with them"),
 )
 SPEECH_FIELDS = (
     Rule("no_timestamps_token_id lang_to_id task_to_id suppress_tokens "
-        "begin_suppress_tokens max_initial_timestamp_index", HONOURED,
+        "begin_suppress_tokens max_initial_timestamp_index", KEPT,
         "the rules of a transcript"),
     Rule("language task return_timestamps", WARNED,
         "`jetdraft transcribe` takes the language, or detects it",

@@ -13,18 +13,13 @@ import transformers
 from gguf import GGUFReader, ReaderTensor, dequantize
 from transformers import modeling_gguf_pytorch_utils as gguf_utils
 
+from jetdraft import errors
 from jetdraft.checkpoints import defaults, gguf_fields, gguf_tokenizer
 from jetdraft.checkpoints.defaults import REFUSED, WARNED, GenerationFields
 from jetdraft.checkpoints.layers import head_size
 from jetdraft.checkpoints.packed import PackedWeights
 from jetdraft.checkpoints.refusals import SPARE, Bounds, build_skeleton, check_kinds
-from jetdraft.errors import (
-    CheckpointError,
-    UnsupportedModelError,
-    as_error,
-    printable,
-    reason_of,
-)
+from jetdraft.errors import CheckpointError, UnsupportedModelError, as_error, printable
 from jetdraft.quant.algorithms import quantize
 from jetdraft.quant.grids import GRIDS, GridMatrix
 from jetdraft.quant.stored import GridStack, StoredTensor
@@ -55,7 +50,7 @@ def opened_gguf(source: str) -> "Iterator[GgufFile]":
     try:
         yield GgufFile(source)
     except OSError as error:
-        fact = f"cannot read {source} ({reason_of(error)})"
+        fact = f"cannot read {source} ({errors.reason_of(error)})"
         raise CheckpointError(f"{fact}; check the file") from error
     except _MALFORMED as error:
         raise CheckpointError(
@@ -101,8 +96,8 @@ class GgufFile:
         can_read = self.family in gguf_utils.GGUF_SUPPORTED_ARCHITECTURES
         if known["model_type"] is None and not can_read:
             raise UnsupportedModelError(
-                f"{self.source} is a {self.family!r} model, which transformers cannot "
-                "read from a GGUF file; export its Hugging Face folder"
+                f"{self.source} is a {self.family!r} model, which transformers reads "
+                "from no GGUF file; export its Hugging Face folder, see docs/models.md"
             )
         if not self.tensors:
             raise CheckpointError(f"{self.source} has no weights; give a whole model")

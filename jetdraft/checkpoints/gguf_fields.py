@@ -5,14 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from jetdraft.checkpoints.defaults import (
-    HONOURED,
-    NO_TEXT,
-    REFUSED,
-    WARNED,
-    Rule,
-    neutral,
-)
+from jetdraft.checkpoints.defaults import KEPT, NO_TEXT, REFUSED, WARNED, Rule, neutral
 from jetdraft.checkpoints.layers import head_size
 from jetdraft.errors import UnsupportedModelError, printable
 
@@ -23,15 +16,15 @@ MODEL_FIELDS = (
     Rule("context_length embedding_length block_count feed_forward_length vocab_size "
         "attention.head_count attention.head_count_kv attention.key_length "
         "shortconv.l_cache expert_count expert_used_count "
-        "expert_feed_forward_length expert_shared_feed_forward_length", HONOURED,
+        "expert_feed_forward_length expert_shared_feed_forward_length", KEPT,
         "the sizes of the model"),
     Rule("attention.layer_norm_epsilon attention.layer_norm_rms_epsilon "
         "attention.sliding_window attn_logit_softcapping final_logit_softcapping "
-        "rope.dimension_count rope.freq_base rope.freq_base_swa", HONOURED,
+        "rope.dimension_count rope.freq_base rope.freq_base_swa", KEPT,
         "numbers of the model; refused where the family has no such number"),
     Rule("rope.scaling.type rope.scaling.factor rope.scaling.original_context_length "
         "rope.scaling.attn_factor rope.scaling.yarn_beta_fast "
-        "rope.scaling.yarn_beta_slow rope.scale_linear", HONOURED,
+        "rope.scaling.yarn_beta_slow rope.scale_linear", KEPT,
         "linear, which is meant without a type too, and YaRN; others are refused"),
     # The reader compares them with the model's.
     Rule("attention.value_length attention.sliding_window_pattern "
@@ -71,12 +64,12 @@ MODEL_FIELDS = (
         "llama.cpp does not read it for decoders, or not for text"),
 )
 FILE_FIELDS = (
-    Rule("general.architecture", HONOURED, "the family"),
-    Rule("general.alignment", HONOURED, "where weights begin"),
+    Rule("general.architecture", KEPT, "the family"),
+    Rule("general.alignment", KEPT, "where weights begin"),
     Rule("general.type", REFUSED, "only whole models can be read", neutral("model")),
-    Rule("general.name", HONOURED, "in Phi-3 tokens take the spaces behind them"),
+    Rule("general.name", KEPT, "in Phi-3 tokens take the spaces behind them"),
     Rule("general.sampling.temp general.sampling.top_k general.sampling.top_p "
-        "general.sampling.min_p", HONOURED,
+        "general.sampling.min_p", KEPT,
         "the options of a generation; where the file has some of them, the others "
         "have llama.cpp's defaults: 0.8, 40, 0.95 and 0.05"),
     Rule("general.sampling.sequence", WARNED, "the filters have one order"),
@@ -92,20 +85,20 @@ FILE_FIELDS = (
     Rule("tokenizer.ggml.model tokenizer.ggml.pre tokenizer.ggml.tokens "
         "tokenizer.ggml.token_type tokenizer.ggml.scores tokenizer.ggml.merges "
         "tokenizer.ggml.add_space_prefix tokenizer.ggml.add_bos_token "
-        "tokenizer.ggml.add_eos_token", HONOURED,
+        "tokenizer.ggml.add_eos_token", KEPT,
         "the tokenizer; as in llama.cpp, tokens with the name of an end or of a mark "
         "for infilling are control tokens, whatever their type"),
     Rule("tokenizer.ggml.eos_token_id tokenizer.ggml.eot_token_id "
         "tokenizer.ggml.eom_token_id tokenizer.ggml.fim_pad_token_id "
-        "tokenizer.ggml.fim_rep_token_id tokenizer.ggml.fim_sep_token_id", HONOURED,
+        "tokenizer.ggml.fim_rep_token_id tokenizer.ggml.fim_sep_token_id", KEPT,
         "they end a text, as do tokens with the name of an end"),
     Rule("tokenizer.ggml.bos_token_id tokenizer.ggml.unknown_token_id "
         "tokenizer.ggml.seperator_token_id tokenizer.ggml.padding_token_id "
-        "tokenizer.ggml.cls_token_id tokenizer.ggml.mask_token_id", HONOURED,
+        "tokenizer.ggml.cls_token_id tokenizer.ggml.mask_token_id", KEPT,
         "BOS begins a text; the chat template may name them"),
-    Rule("tokenizer.ggml.suppress_tokens", HONOURED,
+    Rule("tokenizer.ggml.suppress_tokens", KEPT,
         "the option `logit_bias`, which takes them out"),
-    Rule("tokenizer.chat_template tokenizer.chat_template.tool_use", HONOURED,
+    Rule("tokenizer.chat_template tokenizer.chat_template.tool_use", KEPT,
         "the chat template, and the one for tools"),
     Rule("tokenizer.chat_templates tokenizer.chat_template.*", NO_TEXT,
         "only who asks for it by name gets it"),

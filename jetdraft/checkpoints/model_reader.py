@@ -18,15 +18,10 @@ from torch import Tensor
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from jetdraft.bundle import HOP, SAMPLE_RATE, WINDOW, Speech, is_token_name
-from jetdraft.checkpoints import attention, refusals
+from jetdraft.checkpoints import attention, folder, refusals
 from jetdraft.checkpoints.defaults import read_fields
 from jetdraft.checkpoints.embedding import embeds
-from jetdraft.checkpoints.folder import (
-    NO_OWN_CODE,
-    as_checkpoint_error,
-    check_folder,
-    stored_dtype,
-)
+from jetdraft.checkpoints.folder import NO_OWN_CODE, as_checkpoint_error, check_folder
 from jetdraft.checkpoints.gguf import is_gguf, opened_gguf
 from jetdraft.checkpoints.packed import MXFP4, PackedWeights, load_tensors
 from jetdraft.checkpoints.recurrence import connect
@@ -83,7 +78,7 @@ def load_config(source: str) -> Any:
         elif config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES:
             raise UnsupportedModelError(
                 f"{source} embeds with an encoder, a {config.model_type!r} model; only "
-                "decoders embed, such as Qwen3-Embedding, and EmbeddingGemma"
+                "decoders embed, and EmbeddingGemma; see docs/models.md"
             )
         else:
             config.tie_word_embeddings = True  # its LM head is missing, and never run
@@ -130,8 +125,8 @@ def check_causal(source: str, config: Any) -> None:
     """Raise `UnsupportedModelError` for a model that attends in both directions."""
     if attention.attends_both_ways(config.get_text_config(decoder=True)):
         raise UnsupportedModelError(
-            f"{source} attends in both directions; only causal decoders write, and to "
-            "embed texts it needs the files of sentence-transformers (modules.json)"
+            f"{source} attends in both directions and writes no text; to embed, it "
+            "needs sentence-transformers' files (modules.json); see docs/models.md"
         )
 
 
@@ -170,6 +165,7 @@ def load_model(
     with as_checkpoint_error(source):
         bounds = refusals.Bounds.of(source)
         empty = refusals.build_skeleton(source, model_class, config, bounds)
+        refusals.check_modules(source, empty)
         weights = packed and packed.floats
         if weights is None and _expert_count(config) > 1:
             weights = load_tensors(_whole_folder(source), stores_experts=True)
@@ -182,7 +178,7 @@ def load_model(
             source if weights is None else None,
             config=config,
             state_dict=weights,
-            dtype=dtype or stored_dtype(source),
+            dtype=dtype or folder.stored_dtype(source),
             output_loading_info=True,
             # Otherwise the reason goes to a log, which is silenced here.
             ignore_mismatched_sizes=True,

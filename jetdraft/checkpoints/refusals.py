@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers.initialization import no_init_weights
 
+from jetdraft.checkpoints.layers import head_size
 from jetdraft.contracts.tensors import EXPERTS
 from jetdraft.errors import CheckpointError, UnsupportedModelError, printable
 from jetdraft.parsing import JsonError, read_json_file
@@ -172,23 +173,55 @@ REFUSED_KINDS = (
 )
 
 SCALES = (
-    *("attn_logit_softcapping", "final_logit_softcapping", "clip_qkv", "alibi"),
-    *("attention_multiplier", "embedding_multiplier", "residual_multiplier"),
-    *("logits_scaling", "logit_scale", "scale_emb", "scale_depth"),
+    "attn_logit_softcapping final_logit_softcapping clip_qkv alibi "
+    "attention_multiplier embedding_multiplier residual_multiplier logits_scaling "
+    "logit_scale scale_emb scale_depth scale_embedding embedding_scale "
+    "routed_scaling_factor router_scaling_factor moe_routed_scaling_factor "
+    "moe_router_scaling_factor route_scale n_group moe_router_logit_softcapping "
+    "router_logit_softcapping swiglu_limit query_pre_attn_scalar qk_scale_factor "
+    "attention_value_scale output_multiplier lm_head_multiplier key_multiplier "
+    "attention_in_multiplier attention_out_multiplier logits_soft_cap "
+    "output_logit_soft_cap mup_enabled use_mup parallel_attn "
+    "attn_temperature_tuning attention_chunk_size use_attention_gate "
+    "enable_moe_block num_kv_shared_layers hidden_size_per_layer_input "
+    "attention_k_eq_v scale_attn_by_inverse_layer_idx"
 )
 """Fields that change what some families compute; without effect where 0 or 1."""
+_NORMS = "use_qk_norm", "qk_norm", "qk_layernorm"
+_NORM_PATTERN = re.compile(r"\b(q|qk|query)_?(layer)?_?norm")
 
 
 def check_scales(source: str, config: Any) -> None:
     """Raise `UnsupportedModelError` for one of `SCALES` that its family ignores."""
-    for name in SCALES:
+    for name in SCALES.split():
         value = getattr(config, name, None)
-        if value not in (None, 0, 1) and not hasattr(type(config), name):
-            raise UnsupportedModelError(
-                f"{source} has {name} {printable(value, 20)}, which transformers "
-                f"ignores in a model of type {config.model_type}; remove it from "
-                "config.json if the model was trained without it"
-            )
+        if value is not True and value in (None, 0, 1):
+            continue
+        is_usual = name == "query_pre_attn_scalar" and value == head_size(config)
+        is_known = hasattr(type(config), name) or name in config.attribute_map
+        if not (is_usual or is_known):
+            raise _ignored(source, config, name, value)
+
+
+def check_modules(source: str, model: Any) -> None:
+    """Raise `UnsupportedModelError` for norms of queries, or parts, that it ignores."""
+    config = model.config.get_text_config(decoder=True)
+    asked = [name for name in _NORMS if getattr(config, name, None)]
+    if asked and not any(_NORM_PATTERN.search(n) for n, _ in model.named_modules()):
+        raise _ignored(source, config, asked[0], True)
+    rope, name = getattr(config, "rope_parameters", None) or {}, "partial_rotary_factor"
+    if rope.get("rope_type") == "default" and rope.get(name, 1) not in (None, 1):
+        sizes = {n: 2 * len(b) for n, b in model.named_buffers() if "inv_freq" in n}
+        if head_size(config) in sizes.values():
+            raise _ignored(source, config, name, rope[name])
+
+
+def _ignored(source: str, config: Any, name: str, value: Any) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"{source} has {name} {printable(value, 20)}, which transformers ignores in a "
+        f"model of type {config.model_type}; remove it from config.json if the model "
+        "was trained without it"
+    )
 
 
 def check_kinds(source: str, field: Callable[[str], Any]) -> None:
@@ -197,36 +230,39 @@ def check_kinds(source: str, field: Callable[[str], Any]) -> None:
     said = [f"{words} ({sign})" for words, sign in found if sign is not None]
     if said:
         raise UnsupportedModelError(
-            f"{source} {' and '.join(said)}, which jetdraft does not export yet; it "
-            "exports dense decoders like Llama, Qwen3 and Gemma 3, see docs/models.md"
+            f"{source} {' and '.join(said)}, which jetdraft does not export yet; see "
+            "docs/models.md"
         )
 
 
 _LAYER_PATTERN = re.compile(r"((?:.*?\.)?(?:layers?|blocks?|h))\.(\d+)\.(.*)")
 # Marks an MTP module, numbered as the layer behind the last; only --head reads it.
 _MTP_WEIGHT = "eh_proj."
+# Masks and frequencies that old files have, and scales of a cache of 8 bits.
+_BUFFERS = re.compile(
+    r"(.*\.)?(inv_freq|mask|causal_mask|masked_bias|(attn|attention)\.bias|[qkv]_scale)"
+)
 
 
 def check_unread(source: str, read: Collection[str], unread: Collection[str]) -> None:
-    """Raise `CheckpointError` for unread biases and layers after a stack's last."""
+    """Raise `CheckpointError` for what a layer has, or layers, beyond the config."""
+    inner = {layer[:2] for layer in _numbered_weights(read)}
+    last = dict(sorted(inner))
+    layers = _numbered_weights(unread)
+    modules = {layer[:2] for layer in layers if layer[2].startswith(_MTP_WEIGHT)}
     for name in sorted(unread):
-        if name.endswith(".bias") and f"{name.removesuffix('bias')}weight" in read:
+        path, _, kind = name.rpartition(".")
+        stack, number, weight = next(_numbered_weights([name]), ("", 0, name))
+        is_inner = (stack, number) in inner and not _BUFFERS.fullmatch(weight)
+        surplus = ""
+        if is_inner or (kind == "bias" and f"{path}.weight" in read):
+            surplus = f"no such {kind}"
+        elif number > last.get(stack, number) and (stack, number) not in modules:
+            surplus = f"{last[stack] + 1} such layers"
+        if surplus:
             raise CheckpointError(
                 f"{source} has the weight {printable(name, 100)}, and its config.json "
-                "describes no such bias; fetch config.json again"
-            )
-    last: dict[str, int] = {}
-    for stack, number, _ in _numbered_weights(read):
-        last[stack] = max(number, last.get(stack, 0))
-    layers = _numbered_weights(unread)
-    behind = [layer for layer in layers if layer[1] > last.get(layer[0], layer[1])]
-    modules = {layer[:2] for layer in behind if layer[2].startswith(_MTP_WEIGHT)}
-    for stack, number, weight in sorted(behind):
-        if (stack, number) not in modules:
-            name = printable(f"{stack}.{number}.{weight}", 100)
-            raise CheckpointError(
-                f"{source} has the weight {name}, and its config.json describes "
-                f"{last[stack] + 1} such layers; fetch config.json again"
+                f"describes {surplus}; fetch config.json again"
             )
 
 

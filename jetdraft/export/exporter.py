@@ -226,7 +226,7 @@ def _make_contract(
     sizes = sizes or buffer_sizes(model)
     if name != TARGET or probes is not None:
         sizes = sizes._replace(experts=0)
-    own_ids = checkpoint.draft_ids
+    own_ids, is_drafter = checkpoint.draft_ids, name == DRAFTER
     drafted = (options.draft_vocab or 0) if own_ids is None else len(own_ids)
     contract = StepContract(
         vocab_size=checkpoint.vocab_size,
@@ -234,15 +234,12 @@ def _make_contract(
         max_width=options.max_width,
         dtype=DTYPES[options.dtype_of(name)],
         **sizes._asdict(),
-        hidden_size=model.get_output_embeddings().weight.shape[1]
-        if name == DRAFTER
-        else 0,
+        hidden_size=is_drafter * model.get_output_embeddings().weight.shape[1],
         feature_size=checkpoint.taps.size if checkpoint.taps else 0,
-        draft_vocab=drafted if name == DRAFTER else 0,
+        draft_vocab=is_drafter * drafted,
     )
     size, turns, whole = checkpoint.picture_sizes
-    is_cut = checkpoint.taps is not None and bool(checkpoint.taps.cut)
-    if name == TARGET and size and not (is_cut or probes):
+    if name == TARGET and size and not probes:
         contract = replace(
             contract,
             max_width=max(whole, contract.max_width),
@@ -251,7 +248,7 @@ def _make_contract(
             whole_pictures=whole > 0,
         )
     elif name == TARGET and size:
-        fact = "a target with streams, or in halves, reads no images"
+        fact = "a target with streams reads no images"
         warnings.warn(f"passed over: {fact}; export it without them", stacklevel=4)
     if probes is not None:
         contract = replace(contract, streams=probes.gamma)

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from jetdraft import recipe as recipes
 from jetdraft.bundle import DRAFTER, FLAVOURS, TARGET, Bundle
 from jetdraft.contracts.tensors import CAPACITY, MAX_WIDTH
 from jetdraft.devices.cost_model import gguf_recipe
@@ -16,16 +17,7 @@ from jetdraft.devices.providers import AUTO, PROVIDERS, fastest_provider, provid
 from jetdraft.errors import OptionError, importing
 from jetdraft.manifest import check_output
 from jetdraft.options import declared, takes
-from jetdraft.recipe import (
-    ALGORITHMS,
-    BLOCK_SIZES,
-    CALIBRATED_DEFAULT,
-    DEFAULT_BLOCK_SIZE,
-    FAST_DEFAULTS,
-    KERNELS,
-    SCHEMES,
-    Recipe,
-)
+from jetdraft.recipe import BLOCK_SIZES, DEFAULT_BLOCK_SIZE, KERNELS, Recipe
 
 # The block size of a drafter's recipe that names none.
 _DRAFTER_BLOCK_SIZE = 32
@@ -93,9 +85,9 @@ class ExportRequest:
     kernel: str | None = _checkpoint(None, choices=KERNELS)
     quantize: str | None = _quantization(
         None,
-        f"A recipe of weights: {', '.join(SCHEMES)}, followed by overrides, for "
-        f"example int4-gptq-b64-head8. Algorithms: {', '.join(ALGORITHMS)}. "
-        "Default: the recipe of --device, or else the cheapest that keeps the "
+        f"A recipe of weights: {', '.join(recipes.SCHEMES)}, followed by overrides, "
+        f"for example int4-gptq-b64-head8. Algorithms: {', '.join(recipes.ALGORITHMS)}"
+        ". Default: the recipe of --device, or else the cheapest that keeps the "
         "target's text, which is measured.",
     )
     block_size: int | None = _quantization(
@@ -108,10 +100,10 @@ class ExportRequest:
     calibration: str | Path | None = _quantization(None)
     fast: bool = _quantization(
         False,
-        f"Measure nothing and take {FAST_DEFAULTS[KERNELS[0]]}, which suits large "
-        f"models ({FAST_DEFAULTS[KERNELS[1]]} with kernels of onnxruntime), and "
-        "eight bits for the drafter, with --device too; options that need a "
-        "measure are refused.",
+        f"Measure nothing and take {recipes.FAST_DEFAULTS[KERNELS[0]]}, which suits "
+        f"large models ({recipes.FAST_DEFAULTS[KERNELS[1]]} with kernels of "
+        "onnxruntime), and eight bits for the drafter, with --device too; options that "
+        "need a measure are refused.",
     )
     max_bytes: int | None = _quantization(None)
     max_kl: float | None = _quantization(None)
@@ -135,13 +127,13 @@ class ExportRequest:
         best = provider_named(self.provider).kernel(self.flavour, self.dtype)
         kernel = self.kernel or (best if self.block_size is None else KERNELS[1])
         if self.limited and kernel == KERNELS[1]:
-            recipe = Recipe.parse(CALIBRATED_DEFAULT)
+            recipe = Recipe.parse(recipes.CALIBRATED_DEFAULT)
         elif self.device is not None and not (
             self.fast or gguf_recipe(Path(self.target))
         ):
             recipe = Recipe.parse(Device.named(self.device).recipe)
         elif self.limited or self.fast or self.block_size is not None:
-            recipe = Recipe.parse(FAST_DEFAULTS[kernel])
+            recipe = Recipe.parse(recipes.FAST_DEFAULTS[kernel])
         else:
             return None
         return replace(recipe, block_size=self.block_size or recipe.block_size)
@@ -164,15 +156,14 @@ def export(request: ExportRequest) -> Bundle:
     with importing("exporting", "export"):
         exporter = importlib.import_module("jetdraft.export.exporter")
     drafter_recipe, calibration = request.quantize_drafter, request.calibration
+    limits = request.max_bytes, request.max_kl
     options = exporter.ExportOptions(
         recipe=request.recipe,
         drafter_recipe=None
         if drafter_recipe is None
         else Recipe.parse(drafter_recipe, _DRAFTER_BLOCK_SIZE),
         calibration=None if calibration is None else Path(calibration),
-        limit=exporter.Limit(request.max_bytes, request.max_kl)
-        if request.limited
-        else None,
+        limit=exporter.Limit(*limits) if request.limited else None,
         max_width=min(request.max_width, request.capacity),
         **{name: getattr(request, name) for name in _COPIED_FIELDS},
     )

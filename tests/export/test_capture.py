@@ -18,14 +18,7 @@ from jetdraft.recipe import Recipe
 from tests import LONG, WAYS, cases, same_text, tiny
 from tests.programs import assert_refused
 from tests.programs import jetdraft as run
-from tests.tiny import (
-    SIZES,
-    exported,
-    llama_config,
-    refused,
-    save_checkpoint,
-    save_prompts,
-)
+from tests.tiny import SIZES, exported, llama_config, save_checkpoint, save_prompts
 from tests.train.attached.conftest import random_head
 from tools.forecast.forecast import forecasts
 
@@ -295,7 +288,7 @@ def test_sliding_windows_are_refused(tmp_path):
     config = MistralConfig(**SIZES | {"num_hidden_layers": 1, "sliding_window": 8})
     save_checkpoint(tmp_path / "target", config)
     words, standard = "sliding window", {"flavour": "standard"}
-    refused(UnsupportedModelError, words, tmp_path / "target", **standard)
+    tiny.refused(UnsupportedModelError, words, tmp_path / "target", **standard)
 
 
 def test_check_names_the_flavour(standard):

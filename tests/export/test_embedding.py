@@ -12,13 +12,8 @@ from safetensors.torch import load_file, save_file
 from tokenizers import processors
 
 import jetdraft
-from jetdraft import Pool
-from jetdraft.errors import (
-    CheckpointError,
-    LengthError,
-    OptionError,
-    UnsupportedModelError,
-)
+from jetdraft import Pool, errors
+from jetdraft.errors import CheckpointError, LengthError, OptionError
 from jetdraft.server import Limits
 from jetdraft.server.app import Service
 from tests import tiny
@@ -160,14 +155,14 @@ def test_what_is_refused(made, tmp_path, toy):
         ({"include_prompt": False}, "leaves its prompts out"),
     ):
         folder = save(tmp_path / said, KINDS["last"], **change)
-        refused(UnsupportedModelError, said, folder)
+        refused(errors.UnsupportedModelError, said, folder)
     (folder / "modules.json").write_text("{}")
-    refused(UnsupportedModelError, "no step that pools", folder)
+    refused(errors.UnsupportedModelError, "no step that pools", folder)
     (folder / "modules.json").write_text("[3]")
     refused(CheckpointError, "cannot load", folder)
     bert = transformers.BertConfig(**tiny.SIZES)
     folder = save(tmp_path / "bert", Kind(bert, "mean_tokens"))
-    refused(UnsupportedModelError, "with an encoder, a 'bert' model", folder)
+    refused(errors.UnsupportedModelError, "with an encoder, a 'bert' model", folder)
 
 
 def test_the_command_line(made, tmp_path):

@@ -23,25 +23,12 @@ from jetdraft.runtime.piece import Result
 from jetdraft.runtime.sampling.chooser import Chooser
 from jetdraft.runtime.text.stops import StopWatcher
 from jetdraft.testing import toy_bundle
+from tests import toy_graphs
 from tests.families import FAMILIES, made
-from tests.fuzz import Draw, Fault, Subject
-from tests.fuzz.requests import (
-    draw_drafting,
-    draw_options,
-    draw_prompt,
-    draw_verifier,
-    table_of_texts,
-    words,
-)
+from tests.fuzz import Draw, Fault, Subject, requests
+from tests.fuzz.requests import draw_drafting, draw_options, draw_prompt, table_of_texts
 from tests.toy_drafter import put_on_trial, random_arrays
-from tests.toy_graphs import (
-    METHODS,
-    resized,
-    respelled,
-    streamed_bundle,
-    toy_block,
-    toy_eagle,
-)
+from tests.toy_graphs import resized, respelled, streamed_bundle, toy_block, toy_eagle
 
 # Capacity and width of the toy bundle's siblings.
 SIZES = ((16, 2), (17, 3), (64, 5), (40, 16), (200, 33))
@@ -119,7 +106,7 @@ def toy_worlds(folder: Path) -> Iterator[World]:
 
 def head_worlds(folder: Path) -> Iterator[World]:
     yield World("toy-eagle", toy_eagle(folder / "toy-eagle"), folder / "eagle.sqlite")
-    for method in METHODS:
+    for method in toy_graphs.METHODS:
         yield World(f"toy-{method}", toy_block(folder / f"toy-{method}", method))
 
 
@@ -210,7 +197,7 @@ class SameText(Subject):
         if self.always:
             length = draw.choice((1, 2, 4, 7, 15))
             ways.append({"method": self.always, "num_draft_tokens": length})
-        self._say(f"{world.name}: token_ids={ids}, {words(options)}")
+        self._say(f"{world.name}: token_ids={ids}, {requests.words(options)}")
         try:
             plain = world.plain(ids, _plainly(options))
         except OptionError:
@@ -240,12 +227,13 @@ class SameText(Subject):
             text, rest = text + watcher.take(), rest[size:]
         text += watcher.rest()
         if text != plain.text:
-            raise Fault(f"{ids}, {words(options)}: {text!r} instead of {plain.text!r}")
+            asked = f"{ids}, {requests.words(options)}"
+            raise Fault(f"{asked}: {text!r} instead of {plain.text!r}")
 
     def _one(
         self, world: World, ids: list[int], options: Options, drafting: Options
     ) -> str:
-        self._say(f"  {words(drafting)}")
+        self._say(f"  {requests.words(drafting)}")
         try:
             result = world.model.generate(token_ids=ids, **options, **drafting)
         except REFUSALS as error:
@@ -257,7 +245,8 @@ class SameText(Subject):
             if value != other:
                 raise Fault(
                     f"another {name} on {world.name}: model.generate(token_ids={ids}, "
-                    f"{words({**options, **drafting})}): {other!r} instead of {value!r}"
+                    f"{requests.words({**options, **drafting})}): {other!r} instead of "
+                    f"{value!r}"
                 )
         self.facts["generations compared"] += 1
         self.facts["drafted tokens"] += result.stats.drafted_tokens
@@ -372,7 +361,7 @@ class Disturbances:
         model.generate(token_ids=prompt, **options)
 
     def _do_verifier(self, draw: Random, model: Model, prompt: list[int]) -> None:
-        options = {**draw_options(draw, model), **draw_verifier(draw)}
+        options = {**draw_options(draw, model), **requests.draw_verifier(draw)}
         model.generate(token_ids=prompt, **options)
 
     def _do_left(self, draw: Random, model: Model, prompt: list[int]) -> None:

@@ -19,7 +19,7 @@ from jetdraft.errors import OptionError, ProviderError
 from jetdraft.runtime.measured.survey import Survey
 from jetdraft.runtime.passes.binding import PassBinding
 from jetdraft.runtime.sampling.chooser import Sampling
-from tests import cases, programs
+from tests import cases, programs, tiny
 from tests.checkpoints.heads import layouts
 from tests.checkpoints.heads.test_mtp import edit
 from tests.export.conftest import MTP
@@ -27,14 +27,7 @@ from tests.runtime import test_conformance as conformance
 from tests.runtime.method_bundles import tokens_of
 from tests.runtime.test_generation import PROMPT as SCRIPTED
 from tests.runtime.test_generation import SPOILS, Scripted
-from tests.tiny import (
-    HYBRIDS,
-    SHARING,
-    exported,
-    refused,
-    save_assistant,
-    save_checkpoint,
-)
+from tests.tiny import HYBRIDS, SHARING, exported, save_checkpoint
 from tools.forecast.kernel_table import TABLES, KernelTable
 
 PROMPT, H = conformance.PROMPT, layouts.H
@@ -69,9 +62,9 @@ def bundles(tmp_path_factory):
         (source / CHAT_TEMPLATE).write_text(TEMPLATE)
         if name == "qwen3_5":
             add_mtp(source, config)
-        head = save_assistant(folder / "head", config) if name == "gemma4" else None
-        bundle = folder / f"{name}-bundle"
-        made[name] = exported(source, bundle, recipe, head=head, **SIZES)
+        save = tiny.save_assistant if name == "gemma4" else lambda *_: None
+        own = {"head": save(folder / "head", config), **SIZES}
+        made[name] = exported(source, folder / f"{name}-bundle", recipe, **own)
     return made
 
 
@@ -163,7 +156,7 @@ def test_kept_rows_have_a_price(model, monkeypatch):
 def test_an_assistant_drafts_as_in_transformers(tmp_path, length):
     config = SHARING["gemma4"]()
     source = save_checkpoint(tmp_path / "gemma4", config)
-    head = save_assistant(tmp_path / "head", config)
+    head = tiny.save_assistant(tmp_path / "head", config)
     bundle = exported(source, tmp_path / "b", head=head, capacity=96, max_width=64)
     ids = torch.tensor(PROMPT)[None, :length]
     whole = AutoModelForCausalLM.from_pretrained(source, attn_implementation="eager")
@@ -219,13 +212,13 @@ def test_what_states_cannot_do_is_refused_by_name(tmp_path, changes, words):
         exported(source, tmp_path / "b", **SIZES, **changes)
     assert words in str(refusal.value)
     assert "\n" not in str(refusal.value)
-    refused(OptionError, "so it is no drafter", source, drafter=source)
+    tiny.refused(OptionError, "so it is no drafter", source, drafter=source)
 
 
 def test_shared_keys_are_floats(tmp_path):
     source = save_checkpoint(tmp_path / "gemma4", SHARING["gemma4"]())
     said = r"share keys and values, .* leave kv out"
-    refused(OptionError, said, source, "int4-b32-kv8")
+    tiny.refused(OptionError, said, source, "int4-b32-kv8")
 
 
 def test_layer_types_that_do_not_fit_the_weights_are_refused(tmp_path):

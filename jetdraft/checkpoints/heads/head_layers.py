@@ -9,17 +9,13 @@ from typing import Any, Self
 from torch import Tensor, nn
 from transformers import LlamaConfig, Qwen3Config
 from transformers.cache_utils import Cache
-from transformers.models.llama.modeling_llama import (
-    LlamaDecoderLayer,
-    LlamaRotaryEmbedding,
-    rotate_half,
-)
+from transformers.models.llama import modeling_llama as llama
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from jetdraft.checkpoints.layers import decoder_layers
 from jetdraft.errors import UnsupportedModelError, as_error
 
-_PARAMETERS = inspect.signature(LlamaDecoderLayer.forward).parameters
+_PARAMETERS = inspect.signature(llama.LlamaDecoderLayer.forward).parameters
 CACHE = "cache" if "cache" in _PARAMETERS else "past_key_values"
 
 
@@ -139,7 +135,7 @@ class HeadLayers(nn.Module):
 def rotate_rows(rows: Tensor, turns: tuple[Tensor, Tensor]) -> Tensor:
     """Rotate rows [b, heads, n, d] by `turns`: cosines and sines [b, n, d]."""
     cosines, sines = turns
-    turned: Tensor = rows * cosines[:, None] + rotate_half(rows) * sines[:, None]
+    turned: Tensor = rows * cosines[:, None] + llama.rotate_half(rows) * sines[:, None]
     return turned
 
 
@@ -154,12 +150,12 @@ def project_heads(module: Any, name: str, rows: Tensor) -> Tensor:
 def make_layers(config: HeadConfig) -> HeadLayers:
     """Return new layers of a config: Llama's, or with `qk_norm` Qwen3's."""
     config_class: Any = Qwen3Config if config.qk_norm else LlamaConfig
-    layer_class = Qwen3DecoderLayer if config.qk_norm else LlamaDecoderLayer
+    layer_class = Qwen3DecoderLayer if config.qk_norm else llama.LlamaDecoderLayer
     own: dict[str, Any] = {} if config.qk_norm else {"mlp_bias": config.mlp_bias}
     own |= {"bos_token_id": None, "eos_token_id": None}
     whole = config_class(**config.fields, **own, rope_parameters=dict(config.rope))
     layers = [layer_class(whole, index) for index in range(config.num_layers)]
-    return HeadLayers(layers, LlamaRotaryEmbedding(whole), whole)
+    return HeadLayers(layers, llama.LlamaRotaryEmbedding(whole), whole)
 
 
 def make_target_layers(model: Any, count: int) -> HeadLayers:
