@@ -239,7 +239,8 @@ def _make_contract(
         draft_vocab=is_drafter * drafted,
     )
     size, turns, whole = checkpoint.picture_sizes
-    if name == TARGET and size and not probes:
+    is_cut = checkpoint.taps is not None and bool(checkpoint.taps.cut)
+    if name == TARGET and size and not (is_cut or probes):
         contract = replace(
             contract,
             max_width=max(whole, contract.max_width),
@@ -248,7 +249,7 @@ def _make_contract(
             whole_pictures=whole > 0,
         )
     elif name == TARGET and size:
-        fact = "a target with streams reads no images"
+        fact = "a target with streams, or in halves, reads no images"
         warnings.warn(f"passed over: {fact}; export it without them", stacklevel=4)
     if probes is not None:
         contract = replace(contract, streams=probes.gamma)
