@@ -460,7 +460,7 @@ def at_positions(model: Any, positions: Tensor) -> Iterator[None]:
     if table is None:
         if relative_bias_module(model) is None:
             fact = f"{type(model).__name__} has positions of its own kind"
-            raise UnsupportedModelError(f"{fact}; export another architecture")
+            raise UnsupportedModelError(f"{fact}; see docs/models.md")
         yield
         return
     places = positions + getattr(table, "offset", 0)

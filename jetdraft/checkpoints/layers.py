@@ -21,7 +21,7 @@ def decoder_layers(model: Any) -> nn.ModuleList:
         if isinstance(module, nn.ModuleList) and len(module) == count:
             return module
     fact = f"{type(model).__name__} has no list of {count} layers"
-    raise UnsupportedModelError(f"{fact}; choose another architecture")
+    raise UnsupportedModelError(f"{fact}; see docs/models.md")
 
 
 def head_size(config: Any) -> int:
@@ -36,7 +36,7 @@ def final_norm(model: Any) -> nn.Module:
     norms = [m for m in decoder.children() if "norm" in type(m).__name__.lower()]
     if not norms:
         fact = f"{type(model).__name__} has no norm before its head"
-        raise UnsupportedModelError(f"{fact}; choose another architecture")
+        raise UnsupportedModelError(f"{fact}; see docs/models.md")
     norm: nn.Module = norms[-1]
     return norm
 

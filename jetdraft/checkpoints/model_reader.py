@@ -78,7 +78,7 @@ def load_config(source: str) -> Any:
         elif config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES:
             raise UnsupportedModelError(
                 f"{source} embeds with an encoder, a {config.model_type!r} model; only "
-                "decoders embed, such as Qwen3-Embedding, and EmbeddingGemma"
+                "decoders embed, and EmbeddingGemma; see docs/models.md"
             )
         else:
             config.tie_word_embeddings = True  # its LM head is missing, and never run
@@ -125,8 +125,8 @@ def check_causal(source: str, config: Any) -> None:
     """Raise `UnsupportedModelError` for a model that attends in both directions."""
     if attention.attends_both_ways(config.get_text_config(decoder=True)):
         raise UnsupportedModelError(
-            f"{source} attends in both directions; only causal decoders write, and to "
-            "embed texts it needs the files of sentence-transformers (modules.json)"
+            f"{source} attends in both directions and writes no text; to embed, it "
+            "needs sentence-transformers' files (modules.json); see docs/models.md"
         )
 
 

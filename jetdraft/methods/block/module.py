@@ -121,7 +121,7 @@ def find_decoder_layers(model: Any) -> tuple[str, nn.ModuleList]:
         if isinstance(child, nn.ModuleList):
             return name, child
     fact = f"{type(model).__name__} has no list of layers in its decoder"
-    raise UnsupportedModelError(f"{fact}; choose another architecture")
+    raise UnsupportedModelError(f"{fact}; see docs/models.md")
 
 
 def source_config(target: Checkpoint, layers: int, slots: int) -> HeadConfig:
