@@ -44,7 +44,7 @@ PICTURES = ((512, 384), (1024, 768), (1920, 1080), (2048, 1536))
 @keyword_flags(Question)
 @json_option
 def command(target: Path, as_json: bool, **options: Any) -> None:
-    """Predict memory and speed of TARGET, a config.json or the folder with it."""
+    """Predict memory and speed of TARGET, a GGUF file, a config.json or its folder."""
     costs = tuple(
         MethodCost(method.name, method.cost, method.trees)
         for method in methods().values()
