@@ -164,6 +164,9 @@ class Range(typing.NamedTuple):
     contains: Callable[[Any], bool]
     words: str
 
+    def __repr__(self) -> str:
+        return f"Range({self.words!r})"
+
 
 def between(least: float, most: float) -> Range:
     """Return the range from `least` to `most`."""

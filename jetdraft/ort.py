@@ -13,9 +13,8 @@ class _MissingPackage:
     """Stands for onnxruntime where it is not installed; all attributes raise."""
 
     def __getattr__(self, name: str) -> Any:
-        fact = "onnxruntime is not installed"
         fix = "pip install 'jetdraft[cpu]', or 'jetdraft[gpu]' on a machine with CUDA"
-        raise ProviderError(f"{fact}; {fix}")
+        raise ProviderError(f"onnxruntime is not installed; {fix}")
 
 
 # From 1.29 on its wheels tell Microsoft of each session, unless the variable is 0.
@@ -33,9 +32,8 @@ def import_onnx() -> Any:
     try:
         import onnx
     except ImportError as error:
-        fact = "to read a graph needs onnx"
         fix = "pip install 'jetdraft[gpu]', or 'jetdraft[webgpu]'"
-        raise ProviderError(f"{fact}; {fix}") from error
+        raise ProviderError(f"to read a graph needs onnx; {fix}") from error
     return onnx
 
 

@@ -36,7 +36,7 @@ VERBS = {
     "embed": "Embed texts, for a search by meaning.",
     "transcribe": "Write down what is said in a WAV file.",
     "chat": "Talk to a model, line by line.",
-    "serve": "Answer OpenAI's API over HTTP.",
+    "serve": "Answer the APIs of OpenAI, Anthropic and Ollama over HTTP.",
     "bench": "Measure every method against plain decoding.",
     "check": "Check a bundle, and that every method gives the same text.",
     "tune": "Measure passes and proposers on this machine.",
@@ -47,7 +47,7 @@ VERBS = {
 }
 _SHORT_WRITE = re.compile(r"\d+ requested and \d+ written")  # numpy, on a full disk.
 # The keyword or function of Python that a message names behind a flag.
-_PYTHON_HINT = re.compile(r" \((?:\w+=\w*|Model\.\w+)\)")
+_PYTHON_HINT = re.compile(r" \((?:\w+=\w*|(?:Model|Conversation)\.\w+)\)")
 
 
 class OneLineErrors(click.Command):

@@ -108,8 +108,7 @@ class Plan:
     @property
     def best(self) -> Choice:
         """The fastest row that can run, but not free drafts beside a drafter."""
-        has_drafter = any(choice.cost == DRAFTER for choice in self.rows)
-        left_out = FREE if has_drafter else None
+        left_out = FREE if any(choice.cost == DRAFTER for choice in self.rows) else None
         choices = [c for c in self.rows if c.width <= WIDEST and c.cost != left_out]
         return max(choices, key=lambda choice: choice.tokens_per_second)
 

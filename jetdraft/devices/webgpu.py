@@ -89,9 +89,8 @@ def check_buffers(file: Path, contract: StepContract) -> None:
     graph = import_onnx().load(file, load_external_data=False).graph
     stored = ((t.name, entry) for t in graph.initializer for entry in t.external_data)
     sizes = {name: int(entry.value) for name, entry in stored if entry.key == "length"}
-    specs = (*contract.inputs, *contract.outputs)
     rows = WIDEST, WIDEST, WIDEST, contract.members, contract.prefix
-    for spec in specs:
+    for spec in (*contract.inputs, *contract.outputs):
         numbers = math.prod(spec.shape_for(*rows))
         sizes[spec.name] = numbers * np.dtype(spec.dtype).itemsize
     largest = max(sizes, key=lambda name: sizes[name])

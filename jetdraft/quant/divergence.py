@@ -51,9 +51,8 @@ class Windows:
                 "the checkpoint has no tokenizer to read the calibration text; choose "
                 "an algorithm that needs no text, for example rtn"
             )
-        text = read_text(file)
         encoder = Tokenizer.from_str(tokenizer)
-        tokens = encoder.encode(text, add_special_tokens=False).ids
+        tokens = encoder.encode(read_text(file), add_special_tokens=False).ids
         if len(tokens) < 2:
             fact = f"{file} has {len(tokens)} tokens"
             raise DataError(f"{fact}; give a text like those that the model will write")

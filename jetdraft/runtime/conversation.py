@@ -143,7 +143,8 @@ class Conversation:
 
     def load(self, file: str | Path) -> None:
         """Replace the messages by those in a file of `save`; raises `OptionError`."""
-        fact, fix = f"{file} is not a saved conversation", "give a file of `save`"
+        fact = f"{file} is not a saved conversation"
+        fix = "give a file of /save (Conversation.save)"
         with as_error(OptionError, (OSError, ValueError), fact, fix, "file"):
             messages = read_json_file(Path(file), most_bytes=1 << 26, exact=True)
         self.messages = check_messages(messages)

@@ -68,10 +68,13 @@ def load(
 class Model:
     """A loaded bundle; it runs one generation at a time, a `Pool` runs several.
 
-    model = jetdraft.load("bundle")
-    result = model.generate("def fib(n):", max_new_tokens=64)
-    for piece in model.stream("def fib(n):", temperature=0.8, seed=1):
-        print(piece.text, end="")
+        model = jetdraft.load("bundle")
+        result = model.generate("def fib(n):", max_new_tokens=64)
+        for piece in model.stream("def fib(n):", temperature=0.8, seed=1):
+            print(piece.text, end="")
+
+    `parts`, `planner`, `fitted`, `twin` and `measure_again` are public since commands,
+    server and `Pool` use them; a program needs them to look inside or to measure.
     """
 
     def __init__(
@@ -171,10 +174,10 @@ class Model:
 
         Raises `OptionError` for the prompt or the options now, not in the first round.
 
-        stream = model.stream("def fib(n):")
-        for piece in stream:
-            print(piece.text, end="")
-        stream.stats.tokens_per_pass
+            stream = model.stream("def fib(n):")
+            for piece in stream:
+                print(piece.text, end="")
+            stream.stats.tokens_per_pass
         """
         return Stream(self._make_generation(prompt, options, token_ids, fields, True))
 
@@ -190,8 +193,8 @@ class Model:
 
         A constraint is compiled there too, so the first piece raises its errors.
 
-        async for piece in model.astream("def fib(n):"):
-            print(piece.text, end="")
+            async for piece in model.astream("def fib(n):"):
+                print(piece.text, end="")
         """
         generation = self._make_generation(prompt, options, token_ids, fields)
         return AsyncStream(Stream(generation))

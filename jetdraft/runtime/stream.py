@@ -78,9 +78,9 @@ class AsyncStream(AsyncIterator[Piece], AbstractAsyncContextManager["AsyncStream
     Rounds run in a thread, so the event loop stays free. If a task is cancelled while
     it waits, the model is free at the end of the round.
 
-    async with model.astream("def fib(n):") as stream:
-        async for piece in stream:
-            print(piece.text, end="")
+        async with model.astream("def fib(n):") as stream:
+            async for piece in stream:
+                print(piece.text, end="")
     """
 
     def __init__(self, stream: Stream) -> None:

@@ -238,9 +238,8 @@ class Service:
             wanted = replace(wanted, tools=self._model.fitted(wanted.tools))
         seconds = wanted.options.get("max_seconds", limits.max_seconds)
         wanted.options["max_seconds"] = min(seconds, limits.max_seconds)
-        codec = self._model.parts.text
-        begun, own = dialect.begun_calls, self._fingerprint
-        reply = Reply(wanted, name, codec, own, asked, begun_calls=begun)
+        codec, own = self._model.parts.text, self._fingerprint
+        reply = Reply(wanted, name, codec, own, asked, dialect.begun_calls)
         job = self._start_job(request, wanted)
         if wanted.streamed:
             first = await job.wait(request.receive, job.next())

@@ -9,7 +9,7 @@ from uuid import uuid4
 
 from jetdraft.server import RequestError
 from jetdraft.server.generation_request import read_content, read_part
-from jetdraft.server.reply import Chunks, Dialect, Json, Read, Reply
+from jetdraft.server.reply import Chunks, Dialect, Json, Read, Reply, write_event
 
 Events = Iterator[tuple[str, Json]]
 Steps = AsyncIterator[tuple[str, int, Any]]
@@ -106,7 +106,7 @@ def _read_tool(tool: Json, kind: str, parameters: str) -> Json:
 
 
 def _named(event: Json) -> str:
-    return f"event: {event['type']}\ndata: {json.dumps(event)}\n\n"
+    return f"event: {event['type']}\ndata: {write_event(event)}\n\n"
 
 
 # OpenAI's choices of tools by Anthropic's; reasons; kinds of errors by HTTP status.

@@ -10,7 +10,7 @@ from jetdraft.recipe import Recipe
 from jetdraft.runtime.model import Model
 from jetdraft.server.block_apis import Block, block_dialect, grow
 from jetdraft.server.generation_request import read_part
-from jetdraft.server.reply import Chunks, Json, Reply
+from jetdraft.server.reply import Chunks, Json, Reply, write_event
 
 # OpenAI's fields by Ollama's.
 _RENAMED = {"num_predict": "max_tokens", "repeat_penalty": "repetition_penalty"}
@@ -142,7 +142,7 @@ def _error(error: Json, status: int) -> Json:
 
 
 def _line(event: Json) -> str:
-    return json.dumps(event) + "\n"
+    return write_event(event) + "\n"
 
 
 CHAT, GENERATE = (

@@ -4,6 +4,7 @@ import json
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from typing import Any
 from uuid import uuid4
@@ -23,6 +24,7 @@ from jetdraft.server.request_queue import Job
 Json = dict[str, Any]
 Chunks = AsyncIterator[Json]
 Read = Callable[[Json], tuple[Json, bool]]
+write_event = partial(json.dumps, separators=(",", ":"))  # Of a stream.
 STATUS_KEY = "jetdraft.status"  # In an ASGI scope: the final status of a stream.
 # OpenAI's finish reasons by our finish reasons, for texts that were not cut.
 _REASONS = {STOP: "stop", LENGTH: "length", DEADLINE: "length"}
@@ -292,7 +294,7 @@ class Dialect:
     read: Read
     whole: Callable[[Json, Reply], Json] = lambda answer, reply: answer
     events: Callable[[Chunks, Reply], Chunks] = lambda chunks, reply: chunks
-    line: Callable[[Json], str] = lambda event: f"data: {json.dumps(event)}\n\n"
+    line: Callable[[Json], str] = lambda event: f"data: {write_event(event)}\n\n"
     error: Callable[[Json, int], Json] = lambda error, status: error
     begun_calls: bool = True
     media_type: str = "text/event-stream; charset=utf-8"

@@ -109,8 +109,7 @@ def _tap_states(
     for text, row in zip(texts, states.cpu(), strict=True):
         own = row[: len(text)]
         half = own.half()
-        fits = bool(torch.isfinite(half).all())
-        cache.write(cache_key(text), half if fits else own)
+        cache.write(cache_key(text), half if bool(torch.isfinite(half).all()) else own)
     return states
 
 
@@ -123,8 +122,8 @@ def compute_states(model: Any, ids: Tensor, taps: Sequence[int]) -> Tensor:
 def states_at(model: Any, ids: Tensor, taps: Sequence[int]) -> list[Tensor]:
     """Run the target; returns its states [b, T, h] after `taps` layers, -1: normed."""
     wanted = {"output_hidden_states": True, "use_cache": False, "logits_to_keep": 1}
-    outputs = model(input_ids=ids, **wanted)
-    return [outputs.hidden_states[tap] for tap in taps]
+    states = model(input_ids=ids, **wanted).hidden_states
+    return [states[tap] for tap in taps]
 
 
 def cache_key(numbers: Tensor) -> str:

@@ -361,6 +361,7 @@ def test_an_order_that_fails_ends_no_talk_and_shows_in_the_exit_code(
     result = jetdraft("chat", chatty, *BRIEF, stdin="\n".join(lines))
     assert result.exit_code == 2
     assert "error: " in result.stderr
+    assert order[:5] == "/save" or "; give a file of /save\n" in result.stderr
     assert json.loads(kept.read_text())[0]["content"] == "hello"
 
 

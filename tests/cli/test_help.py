@@ -332,3 +332,4 @@ def test_an_option_of_export_is_declared_once():
     assert flags == names
     assert names < set(inspect.signature(package.export).parameters)
     assert all(f"- `{name}`: " in export.__doc__ for name in names)
+    assert "Range('0 (greedy) to 100')" in str(inspect.signature(package.Sampling))

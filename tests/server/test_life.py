@@ -159,7 +159,7 @@ def test_a_text_longer_than_the_drain_is_cut_and_answered(toy, stream):
         error = json.loads(last)["error"]
         assert (error["type"], error["param"]) == ("server_error", None)
         assert (len(lines) > 2) == cut.text.endswith("[DONE]\n\n") == stream
-        assert not any('"finish_reason": "' in line for line in lines)
+        assert not any('"finish_reason":"' in line for line in lines)
         lines = process.stderr.read()
         assert lines.startswith("finishing 2 texts, at most 1 s")
         assert lines.count("\n") == 3, lines

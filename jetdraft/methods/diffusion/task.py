@@ -41,8 +41,7 @@ class DiffusionTask(BlockTask):
     def new_config(self, run: Run) -> HeadConfig:
         """Make the config, by default two layers half as wide as the target."""
         whole = make_config(run.target, HeadConfig)
-        half = max(16, whole.hidden_size // 2 // 16 * 16)
-        width = self.settings.hidden_size or half
+        width = self.settings.hidden_size or max(16, whole.hidden_size // 2 // 16 * 16)
         head_dim = next(size for size in (64, 32, 16) if width % size == 0)
         return make_config(
             run.target,

@@ -44,8 +44,7 @@ class Counts:
         pair = np.repeat(np.arange(len(first)), np.diff(np.r_[first, len(times)]))
         shares = times / np.add.reduceat(times, first)[pair] if len(times) else times
         order = np.lexsort((-times, pair))  # by pair, the most frequent first
-        rank = np.arange(len(order)) - first[pair]
-        kept_places = order[rank < MAX_SUCCESSORS]
+        kept_places = order[np.arange(len(order)) - first[pair] < MAX_SUCCESSORS]
         sizes = np.bincount(pair[kept_places], minlength=len(first))
         return cls(
             pairs=pairs[first] if len(times) else pairs,

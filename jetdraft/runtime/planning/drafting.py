@@ -142,9 +142,8 @@ class Drafting:
     def _check_options(self, name: str, options: MethodOptions) -> None:
         """Raise `OptionError` for options that contradict the rest of a generation."""
         if self.exact and options.verifier != WALK:
-            lossy = options.checker.lossy
             keeps = "the distribution but not the text"
-            if lossy:
+            if options.checker.lossy:
                 keeps = "neither the text nor the distribution"
             fact = f"verifier {options.verifier!r} keeps {keeps} of plain decoding"
             raise DraftingError(f"{fact}; add --no-exact (exact=False)")

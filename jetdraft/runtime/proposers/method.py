@@ -113,8 +113,7 @@ def unknown_key_error(key: str, keys: Sequence[str]) -> OptionError:
 
 def check_choice(key: str, value: object, choices: Collection[str]) -> None:
     if not isinstance(value, str) or value not in choices:
-        names = ", ".join(choices)
-        raise DraftingError(f"unknown {key} {value!r}; choose {names}")
+        raise DraftingError(f"unknown {key} {value!r}; choose {', '.join(choices)}")
 
 
 _field_types = cache(get_type_hints)
