@@ -441,8 +441,7 @@ def check_pair(
         fact += f"target gives width {target.feature_size}; export both together"
         raise PairError(fact)
     for layer, *shape in drafter.reads:
-        kept = target.kv_shapes[layer : layer + 1]
-        if target.kv_bits or kept != (tuple(shape),):
+        if target.kv_bits or target.kv_shapes[layer : layer + 1] != (tuple(shape),):
             raise PairError(
                 f"the {name} reads {shape[0]} heads of {shape[1]} floats of the "
                 f"target's layer {layer}, which the target does not keep; export both "

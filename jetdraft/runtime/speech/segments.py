@@ -44,9 +44,8 @@ class Window:
             words = [t for t in tokens if t < first_timestamp]
             last = min(said[-1], slots) if said else slots
             return cls([(0, last, words)] if words else [], slots)
-        cuts = [0, *ends, *([len(times)] if closed else [])]
         spans = []
-        for begin, end in pairwise(cuts):
+        for begin, end in pairwise([0, *ends, *([len(times)] if closed else [])]):
             words = [t for t in tokens[begin:end] if t < first_timestamp]
             if words:
                 start = max(times[begin], 0)
