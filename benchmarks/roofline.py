@@ -61,16 +61,12 @@ def _record(row: dict[str, Any], models: dict[str, dict[str, Any]]) -> Record:
     # The embedding is in half precision, so a tied head is a second tensor.
     sizes = Dimensions.of({**models[row["model"]], "tie_word_embeddings": False})
     device = Device.named(row["device"])
+    load = LoadedDecoder(sizes, Recipe.parse(row.get("recipe", "int4-headnone")))
     return Record(
-        device,
-        device.power_mode(row.get("power_mode")),
-        row["model"],
-        LoadedDecoder(sizes, Recipe.parse(row.get("recipe", "int4-headnone"))),
-        row["prompt"],
-        row["prefill_ms"],
-        1e3 / row["tokens_per_second"],
+        device, device.power_mode(row.get("power_mode")), row["model"], load,
+        row["prompt"], row["prefill_ms"], 1e3 / row["tokens_per_second"],
         row.get("memory_mb"),
-    )
+    )  # fmt: skip
 
 
 def fit(records: Sequence[Record]) -> tuple[Efficiency, float]:
@@ -111,10 +107,12 @@ class Error:
     memory: float | None
 
 
-def leave_one_out(records: Sequence[Record], capacity: int) -> list[Error]:
-    """Predict each record from the others with its kernels."""
+def leave_one_out(
+    records: Sequence[Record], capacity: int, asked: Sequence[Record] = ()
+) -> list[Error]:
+    """Predict each record, or each of `asked`, from the others with its kernels."""
     errors = []
-    for record in records:
+    for record in asked or records:
         others = [r for r in records if r.kernels == record.kernels and r is not record]
         efficiency, prompt_ms = fit(others)
         prefill_ms = record.predict_ms(efficiency, record.prompt) + prompt_ms
@@ -221,6 +219,9 @@ def main() -> None:
         sizes = [abs(x) for e in errors if (x := getattr(e, name)) is not None]
         median, worst = statistics.median(sizes), max(sizes)
         print(f"{name}: median {median:.1%}, worst {worst:.1%} of {len(sizes)}")
+    mixtures = [_record(row, table["models"]) for row in table["mixtures"]]
+    for error in leave_one_out(records, table["capacity"], mixtures):
+        print(line(error))
     print("\n| device | model | pass of 60 rows / of 1 | kept, predicted | published |")
     print("| --- | --- | --- | --- | --- |")
     for tree in table["trees"]:
@@ -249,9 +250,7 @@ def mtp_line(mtp: Mtp) -> str:
 def line(error: Error) -> str:
     """A line of the table: the published figures and the errors of the prediction."""
     record = error.record
-    memory = (
-        "- | -" if error.memory is None else f"{record.memory_mb} | {error.memory:+.0%}"
-    )
+    memory = f"{record.memory_mb} | {error.memory:+.0%}" if error.memory else "- | -"
     name = record.model + (", NVFP4" if record.load.recipe == NVFP4 else "")
     return (
         f"| {record.device.name} | {name} | {1e3 / record.pass_ms:.1f} | "
