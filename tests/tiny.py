@@ -12,27 +12,12 @@ import torch
 import transformers
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import (
-    AutoModelForCausalLM,
-    LlamaConfig,
-    PreTrainedConfig,
-    PreTrainedTokenizerFast,
-)
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig
 
 from jetdraft.bundle import Bundle
+from jetdraft.checkpoints import streams
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.folder import weights_sha256
-from jetdraft.checkpoints.streams import (
-    SETTINGS,
-    WEIGHTS,
-    PromptedModel,
-    Prompts,
-    PromptSettings,
-    StreamedModel,
-    Streams,
-    StreamSettings,
-    add_adapters,
-)
 from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.recipe import Recipe
 
@@ -44,18 +29,11 @@ WORDS = ("the", "self", "return", "import", "def", "print", "for", "range", "in"
 # What most configs of transformers take: 4 heads of 16 over 2 KV heads.
 SIZES: dict[str, Any] = {
     # Larger than transformers' 0.02, so that logits are not flat.
-    "initializer_range": 0.2,
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 64,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 96,
-    "max_position_embeddings": 512,
-    "bos_token_id": None,
-    "eos_token_id": 0,
-    "pad_token_id": None,
-}
+    "initializer_range": 0.2, "vocab_size": VOCAB_SIZE, "hidden_size": 64,
+    "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 96, "max_position_embeddings": 512,
+    "bos_token_id": None, "eos_token_id": 0, "pad_token_id": None,
+}  # fmt: skip
 
 
 def llama_config(**changes: Any) -> LlamaConfig:
@@ -113,6 +91,8 @@ _EXPERTS: dict[str, Any] = {
 _LOCAL = {**SIZES, "num_hidden_layers": 2, "num_local_experts": 6}
 _SHARED = {**_TWO, **_EXPERTS, "shared_expert_intermediate_size": 80}
 
+_KINDS = ["sliding_attention", "full_attention"]
+
 # How a config of each family with experts is made, with sizes that all differ.
 MIXTURES: dict[str, Callable[[], PreTrainedConfig]] = {
     "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
@@ -148,6 +128,10 @@ MIXTURES: dict[str, Callable[[], PreTrainedConfig]] = {
         **_TWO, **_MAMBA, layer_types=["mamba", "attention"], num_local_experts=6,
         num_experts_per_tok=2, shared_intermediate_size=80,
     ),
+    "gemma4": lambda: transformers.Gemma4TextConfig(
+        **_TWO, **_EXPERTS, enable_moe_block=True, top_k_experts=2, sliding_window=8,
+        global_head_dim=32, layer_types=_KINDS, hidden_size_per_layer_input=0,
+    ),
     "nemotron_h": lambda: transformers.NemotronHConfig(
         **_THREE, layers_block_type=["mamba", "attention", "moe"], mamba_num_heads=8,
         mamba_head_dim=16, n_groups=2, ssm_state_size=16, expand=2, head_dim=16,
@@ -155,13 +139,12 @@ MIXTURES: dict[str, Callable[[], PreTrainedConfig]] = {
         moe_shared_expert_intermediate_size=80, n_group=1, topk_group=1,
     ),
 }  # fmt: skip
-_KINDS = ["sliding_attention", "full_attention"]
 _OF_LAYERS: dict[str, Any] = {
     **{**SIZES, "num_hidden_layers": 6, "head_dim": 16, "final_logit_softcapping": 1.0},
     "layer_types": _KINDS * 3, "sliding_window": 8, "num_kv_shared_layers": 2,
     "hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": VOCAB_SIZE,
 }  # fmt: skip
-
+_VALUES_OF_KEYS = {"attention_k_eq_v": True, "num_global_key_value_heads": 1}
 SHARING: dict[str, Callable[[], PreTrainedConfig]] = {
     # Its last tokens have no embeddings, and read the embeddings of token 0.
     "gemma3n": lambda: transformers.Gemma3nTextConfig(
@@ -172,8 +155,8 @@ SHARING: dict[str, Callable[[], PreTrainedConfig]] = {
         **_OF_LAYERS, global_head_dim=32, use_double_wide_mlp=True
     ),
     "gemma4, values of keys": lambda: transformers.Gemma4UnifiedTextConfig(
-        **{**_OF_LAYERS, "num_kv_shared_layers": 0}, global_head_dim=32,
-        attention_k_eq_v=True, num_global_key_value_heads=1,
+        **{**_OF_LAYERS, "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0},
+        **_VALUES_OF_KEYS, global_head_dim=32,
     ),
 }  # fmt: skip
 """How configs are made of models with windows, whose last layers share the keys and
@@ -195,44 +178,47 @@ def save_assistant(folder: Path, target: Any, seed: int = 5) -> str:
     sizes |= {"layer_types": [*_KINDS[:1] * 2, _KINDS[1]], "intermediate_size": 48}
     sizes |= dict.fromkeys(("hidden_size_per_layer_input", "num_kv_shared_layers"), 0)
     sizes |= {"vocab_size_per_layer_input": 0, "final_logit_softcapping": None}
-    config = transformers.Gemma4AssistantConfig(
-        text_config=transformers.Gemma4TextConfig(**sizes, global_head_dim=32),
-        backbone_hidden_size=target.hidden_size,
-    )
-    torch.manual_seed(seed)
-    transformers.Gemma4AssistantForCausalLM(config).save_pretrained(folder)
-    return str(folder)
+    if "unified" in target.model_type:  # it has no embeddings of layers
+        sizes = {n: s for n, s in sizes.items() if "per_layer" not in n}
+        sizes |= _VALUES_OF_KEYS
+    kind = target.model_type.replace("_text", "_assistant")
+    text, width = type(target)(**sizes, global_head_dim=32), target.hidden_size
+    of_both = {"text_config": text, "backbone_hidden_size": width}
+    config = transformers.AutoConfig.for_model(kind, **of_both)
+    return str(save_checkpoint(folder, config, seed, tokenizer=False))
 
 
-def save_streams(folder: Path, settings: StreamSettings, seed: int = 0) -> Path:
+def save_streams(folder: Path, settings: streams.StreamSettings, seed: int = 0) -> Path:
     model = Checkpoint.load(str(folder), torch.float32).model
     settings = replace(settings, base=weights_sha256(folder))
     torch.manual_seed(seed)
-    add_adapters(model, settings)
-    streamed = StreamedModel(model, Streams(settings, model.config.hidden_size))
+    streams.add_adapters(model, settings)
+    streamed = streams.StreamedModel(
+        model, streams.Streams(settings, model.config.hidden_size)
+    )
     weights = {
         name: torch.randn_like(weight) * 0.2 for name, weight in streamed.task.items()
     }
-    save_file(weights, folder / WEIGHTS)
-    (folder / SETTINGS).write_text(json.dumps(asdict(settings)))
+    save_file(weights, folder / streams.WEIGHTS)
+    (folder / streams.SETTINGS).write_text(json.dumps(asdict(settings)))
     return folder
 
 
-def save_prompts(folder: Path, settings: PromptSettings, seed: int = 0) -> Path:
+def save_prompts(folder: Path, settings: streams.PromptSettings, seed: int = 0) -> Path:
     model = Checkpoint.load(str(folder), torch.float32).model
     settings = replace(settings, base=weights_sha256(folder))
     torch.manual_seed(seed)
-    prompted = PromptedModel(model, Prompts.empty(settings, model))
+    prompted = streams.PromptedModel(model, streams.Prompts.empty(settings, model))
     weights = {n: torch.randn_like(w) * 0.2 for n, w in prompted.task.items()}
-    save_file(weights, folder / WEIGHTS)
-    (folder / SETTINGS).write_text(json.dumps(asdict(settings)))
+    save_file(weights, folder / streams.WEIGHTS)
+    (folder / streams.SETTINGS).write_text(json.dumps(asdict(settings)))
     return folder
 
 
 def save_tokenizer(
     folder: Path, words: tuple[str, ...] = WORDS, added: Sequence[AddedToken] = ()
 ) -> Path:
-    PreTrainedTokenizerFast(
+    transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizer(words, added), eos_token=END_OF_TEXT
     ).save_pretrained(folder)
     return folder

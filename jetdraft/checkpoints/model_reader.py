@@ -91,7 +91,9 @@ def check_exportable(source: str) -> None:
         return
     check_folder(source)
     with silenced(logging.WARNING), no_progress_bars():
-        text = load_config(source).get_text_config(decoder=True)
+        config = load_config(source)
+    _model_class(source, config)
+    text = config.get_text_config(decoder=True)
     refusals.check_scales(source, text)
     fields = text.to_dict()
     if isinstance(of_dbrx := fields.get("ffn_config"), dict):

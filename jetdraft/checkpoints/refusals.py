@@ -145,32 +145,29 @@ EXPERT_FAMILIES = (
     *("flex_olmo", "granitemoe_swa", "granitemoeshared", "hunyuan_v1_moe", "hy_v3"),
     *("kolibri1", "laguna", "mellum", "mimo_v2_flash", "minimax_m2", "solar_open"),
     *("afmoe", "axk1", "beam", "deepseek_v2", "deepseek_v3", "flint", "glm4_moe_lite"),
-    *("sarvam_mla", "sarvam_moe"),
+    *("sarvam_mla", "sarvam_moe", "gemma4_text"),
 )
+_MAMBAS = "mamba", "mamba2"
 REFUSED_KINDS = (
     UnsupportedKind(
-        "is a mixture of experts",
-        (*EXPERTS, "expert_count"),
-        ("moe",),
-        least=2,
-        unless="is_moe",
-        but=EXPERT_FAMILIES,
+        "has experts of a family that was not compared with transformers",
+        (*EXPERTS, "expert_count"), ("moe",), 2, "is_moe", EXPERT_FAMILIES,
     ),
     UnsupportedKind(
-        "has recurrent layers",
-        ("wkv.head_size",),
-        (
-            *("linear_attention", "hybrid", "hybrid_sliding", "recurrent"),
-            *("mamba", "mamba2"),
-        ),
+        "has recurrent layers", ("wkv.head_size",),
+        ("linear_attention", "hybrid", "hybrid_sliding", "recurrent", *_MAMBAS),
         but=RECURRENT_FAMILIES,
     ),
     UnsupportedKind(
         "has layers that share keys and values", ("attention.shared_kv_layers",)
     ),
     UnsupportedKind("has latent attention (MLA)", ("attention.kv_lora_rank",)),
-    UnsupportedKind("attends to the keys that an indexer selects", ("index_topk",)),
-)
+    UnsupportedKind(
+        "attends to the keys that an indexer selects",
+        ("index_topk", "index_topk_blocks"),
+    ),
+    UnsupportedKind("scales queries by positions", ("attn_temperature_tuning",)),
+)  # fmt: skip
 
 SCALES = (
     "attn_logit_softcapping final_logit_softcapping clip_qkv alibi "
@@ -228,6 +225,7 @@ def check_kinds(source: str, field: Callable[[str], Any]) -> None:
     """Raise `UnsupportedModelError` for `REFUSED_KINDS`; `field` reads a field."""
     found = [(kind.words, next(kind.find_signs(field), None)) for kind in REFUSED_KINDS]
     said = [f"{words} ({sign})" for words, sign in found if sign is not None]
+    said = said[found[0][1] is not None :] or said  # experts are a reason alone
     if said:
         raise UnsupportedModelError(
             f"{source} {' and '.join(said)}, which jetdraft does not export yet; see "

@@ -388,7 +388,7 @@ def repeat_a_token(writer):
     ({"change": add_a_weight}, "the weight 'blk.0.attn_q.bias'"),
     ({"kinds": lambda n: None if n == Q else Type.Q8_0}, "lacks the weights"),
     ({"change": adding({"split.count": 3})}, "one of 3 parts"),
-    (of("llama", "expert_count"), "is a mixture of experts (expert"),
+    (of("llama", "expert_count"), "has experts of a family"),
     (of("deepseek2", "attention.kv_lora_rank"), "latent attention"),
     (of("rwkv6", "wkv.head_size"), "has recurrent layers (wkv"),
     (of("falcon-h1", "ssm.state_size"), "export its Hugging Face folder"),
