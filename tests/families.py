@@ -1,18 +1,13 @@
 from collections.abc import Callable
 
-from tokenizers import (
-    AddedToken,
-    Tokenizer,
-    decoders,
-    models,
-    normalizers,
-    pre_tokenizers,
-)
+import tokenizers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 WORDS = ["the", "and", "a", "naïve", "日本", "🚀", "n't", "un", "do", "."]
 SPECIAL = ["<s>", "</s>", "<|user|>"]
 TAG = "<tool_call>"
 """A token of its own that is text like any other."""
+_TO_TEXT = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
 
 
 def byte_level() -> Tokenizer:
@@ -34,17 +29,9 @@ def sentencepiece() -> Tokenizer:
     tokenizer = Tokenizer(
         models.BPE(vocab, [], unk_token="<unk>", fuse_unk=True, byte_fallback=True)
     )
-    tokenizer.normalizer = normalizers.Sequence(
-        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
-    )
-    tokenizer.decoder = decoders.Sequence(
-        [
-            decoders.Replace("▁", " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            decoders.Strip(" ", 1, 0),
-        ]
-    )
+    parts = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    tokenizer.normalizer = normalizers.Sequence(parts)
+    tokenizer.decoder = decoders.Sequence([*_TO_TEXT, decoders.Strip(" ", 1, 0)])
     return tokenizer
 
 
@@ -55,9 +42,7 @@ def unigram() -> Tokenizer:
         models.Unigram([(p, -float(len(p) < 3)) for p in pieces], 0, byte_fallback=True)
     )
     tokenizer.normalizer = normalizers.Replace(" ", "▁")
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    )
+    tokenizer.decoder = decoders.Sequence(_TO_TEXT)
     return tokenizer
 
 
@@ -106,7 +91,7 @@ FAMILIES: dict[str, Callable[[], Tokenizer]] = {
 def made(family: str) -> Tokenizer:
     tokenizer = FAMILIES[family]()
     tokenizer.add_special_tokens(SPECIAL)
-    tokenizer.add_tokens([AddedToken(TAG, normalized=False)])
+    tokenizer.add_tokens([tokenizers.AddedToken(TAG, normalized=False)])
     return tokenizer
 
 

@@ -1,10 +1,11 @@
 """No field of a checkpoint that may change its text is passed over in silence."""
 
+import functools
 import inspect
 import json
 import re
 import shutil
-from operator import attrgetter
+from operator import attrgetter, getitem
 
 import gguf
 import numpy as np
@@ -294,14 +295,14 @@ def test_the_page_has_the_settings_of_every_tokenizer():
         assert f"`{name}`" in PAGE.read_text(), name
 
 
+CLEANS = {"clean_up_tokenization_spaces": True}
+
+
 @cases(
     "field, said",
     ({"split_special_tokens": True}, "split_special_tokens True: "),
-    ({"clean_up_tokenization_spaces": True}, None),
-    (
-        {"clean_up_tokenization_spaces": True, _FOR_BPE: True},
-        "clean_up_tokenization_spaces True: ",
-    ),
+    (CLEANS, None),
+    ({**CLEANS, _FOR_BPE: True}, "clean_up_tokenization_spaces True: "),
     ({"eos_token": "self"}, "eos_token self: "),
     ({}, None),
 )
@@ -405,14 +406,17 @@ def test_sampling_and_suppressed_tokens_become_defaults(tmp_path):
     assert only.generation().defaults() == others
 
 
-def rope(config):
-    return config.rope_parameters
+def rope(*path):
+    return lambda config: functools.reduce(getitem, path, config.rope_parameters)
+
+
+TURNED = rope("partial_rotary_factor")
 
 
 @cases(
     "family, key, value, expected",
-    ("starcoder2", "rope.freq_base", 1e6, lambda c: rope(c)["rope_theta"]),
-    ("stablelm", "rope.freq_base", 5e5, lambda c: rope(c)["rope_theta"]),
+    ("starcoder2", "rope.freq_base", 1e6, rope("rope_theta")),
+    ("stablelm", "rope.freq_base", 5e5, rope("rope_theta")),
     ("starcoder2", "attention.layer_norm_epsilon", 0.125, "norm_epsilon"),
     ("nemotron", "attention.layer_norm_epsilon", 0.125, "norm_eps"),
     ("falcon", "attention.layer_norm_epsilon", 0.5, "layer_norm_epsilon"),
@@ -420,15 +424,9 @@ def rope(config):
     ("gemma2", "final_logit_softcapping", 5.0, "final_logit_softcapping"),
     ("gemma2", "attn_logit_softcapping", 5.0, "attn_logit_softcapping"),
     ("gemma3", "final_logit_softcapping", 5.0, "final_logit_softcapping"),
-    (
-        *("gemma3", "rope.freq_base_swa", 5e4),
-        lambda c: rope(c)["sliding_attention"]["rope_theta"],
-    ),
+    ("gemma3", "rope.freq_base_swa", 5e4, rope("sliding_attention", "rope_theta")),
     ("gemma3", "attention.key_length", 32, "query_pre_attn_scalar"),
-    (
-        *("stablelm", "rope.dimension_count", 8),
-        lambda c: 16 * rope(c)["partial_rotary_factor"],
-    ),
+    ("stablelm", "rope.dimension_count", 8, lambda c: 16 * TURNED(c)),
 )
 def test_numbers_that_transformers_passes_over_are_set(
     tmp_path, family, key, value, expected

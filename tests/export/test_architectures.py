@@ -103,12 +103,9 @@ def load(config, folder) -> Checkpoint:
 
 def contract_of(checkpoint: Checkpoint, capacity: int = CAPACITY) -> StepContract:
     return StepContract(
-        vocab_size=checkpoint.vocab_size,
-        capacity=capacity,
-        max_width=32,
-        dtype="float32",
-        **buffer_sizes(checkpoint.model)._asdict(),
-    )
+        vocab_size=checkpoint.vocab_size, capacity=capacity, max_width=32,
+        dtype="float32", **buffer_sizes(checkpoint.model)._asdict(),
+    )  # fmt: skip
 
 
 def traced(checkpoint: Checkpoint, contract: StepContract) -> ir.Model:
@@ -140,14 +137,9 @@ def case(request, tmp_path_factory):
         session = open_session(folder / f"{use.__name__}.onnx", "cpu")
         graphs.append(Graph(StepSessions(session, contract)))
     return SimpleNamespace(
-        config=config,
-        checkpoint=checkpoint,
-        contract=contract,
-        onnx=model,
-        other=graphs[0],
-        graph=graphs[1],
-        expected=expected,
-    )
+        config=config, checkpoint=checkpoint, contract=contract, onnx=model,
+        other=graphs[0], graph=graphs[1], expected=expected,
+    )  # fmt: skip
 
 
 def run(graph: Graph, start: int, end: int) -> np.ndarray:

@@ -91,23 +91,17 @@ def untied(step):
 
 
 CHANGES = {
-    "layers": {"num_hidden_layers": 2},
-    "frequencies": {"rope_theta": 5e4},
+    "layers": {"num_hidden_layers": 2}, "frequencies": {"rope_theta": 5e4},
     "epsilon": {"rms_norm_eps": 1e-3},
     "capacity": {"change": other_contract(capacity=128)},
     "width": {"change": other_contract(max_width=8)},
     "hidden": {"change": other_contract(hidden_size=32)},
-    "buffer": {"change": other_buffer},
-    "ids": {"change": other_ids},
-    "type": {"change": other_type},
-    "tied": {"change": untied},
+    "buffer": {"change": other_buffer}, "ids": {"change": other_ids},
+    "type": {"change": other_type}, "tied": {"change": untied},
     "cut": {"change": lambda step: setattr(step, "cut", 1)},
-    "hook": {"change": hooked(2.0)},
-    "number": {"change": hooked(3.0)},
-    "partial": {
-        "change": lambda step: setattr(step, "part", functools.partial(print, 1))
-    },
-}
+    "hook": {"change": hooked(2.0)}, "number": {"change": hooked(3.0)},
+    "partial": {"change": lambda s: setattr(s, "part", functools.partial(print, 1))},
+}  # fmt: skip
 
 
 def test_what_changes_a_graph_changes_the_fingerprint(tmp_path):

@@ -20,16 +20,12 @@ CAPACITY = 48
 WIDTHS = (1, 2, 3, 5, 8)
 ROWS, VOCABULARY, TRIALS = 16, 384, 60
 PROMPT = np.random.default_rng(3).integers(0, 288, 30).tolist()
+BEST = {"method": "draft", "drafting": {"tree": "best"}, "num_draft_tokens": 7}
 WAYS = [
     {"method": "lookup"},
     {"method": "draft", "num_draft_tokens": 4},
-    {"method": "draft", "drafting": {"tree": "best"}, "num_draft_tokens": 7},
-    {
-        "method": "draft",
-        "drafting": {"tree": "best"},
-        "num_draft_tokens": 7,
-        "exact": False,
-    },
+    BEST,
+    {**BEST, "exact": False},
     {"method": "auto", "temperature": 0.9, "seed": 2},
 ]
 
@@ -95,14 +91,8 @@ class Sum(torch.nn.Module):
 def test_no_bit_depends_on_the_number_of_rows(tmp_path):
     file, rows = tmp_path / "sum.onnx", torch.export.Dim("n")
     example = torch.zeros(1, 3, VOCABULARY)
-    torch.onnx.export(
-        Sum().eval(),
-        (example,),
-        file,
-        dynamo=True,
-        dynamic_shapes=({1: rows},),
-        verbose=False,
-    )
+    how = {"dynamo": True, "dynamic_shapes": ({1: rows},), "verbose": False}
+    torch.onnx.export(Sum().eval(), (example,), file, **how)
     session = onnxruntime.InferenceSession(file)
     [name] = (value.name for value in session.get_inputs())
     random = np.random.default_rng(1)

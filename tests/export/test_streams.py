@@ -241,14 +241,12 @@ def feeds(contract) -> dict[str, np.ndarray]:
         mask[[1 + slot for slot in seen], row] = 0
     depths = [len(seen) - 1 for seen in ANCESTORS]
     values = {
-        "input_ids": CUT_TOKENS,
-        "position_ids": CURSOR + np.array([depths]),
+        "input_ids": CUT_TOKENS, "position_ids": CURSOR + np.array([depths]),
         "cursor": np.array([CURSOR], np.int32),
         "total_length": np.array([contract.slots], np.int32),
-        "answer_rows": np.arange(ROWS),
-        "draft_mask": mask,
+        "answer_rows": np.arange(ROWS), "draft_mask": mask,
         "draft_start": np.array([CURSOR], np.int32),
-    }
+    }  # fmt: skip
     for spec in contract.buffers("past"):
         values[spec.name] = random.normal(size=spec.shape).astype(np.float32)
         values[spec.name][:, :, CURSOR:] = 0

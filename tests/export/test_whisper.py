@@ -57,21 +57,13 @@ def test_the_bundle_has_the_rows_of_the_checkpoint(model):
 @pytest.mark.parametrize("language", ["de", None])
 def test_a_window_is_that_of_transformers(model, own, timestamps, language):
     samples = whispers.sound(1.0)
-    found = model.transcribe(
-        samples,
-        language=language,
-        timestamps=timestamps,
-        method="none",
-        max_new_tokens=24,
-    )
+    how = {"language": language, "max_new_tokens": 24}
+    found = model.transcribe(samples, timestamps=timestamps, method="none", **how)
+    how |= {"task": "transcribe", "do_sample": False, "num_beams": 1}
     wanted = own.generate(
         torch.tensor(features(samples))[None],
-        language=language,
-        task="transcribe",
         return_timestamps=timestamps,
-        max_new_tokens=24,
-        do_sample=False,
-        num_beams=1,
+        **how,
         # transformers lets a model write timestamps that nobody asked for.
         suppress_tokens=whispers.SETTINGS["suppress_tokens"]
         + ([] if timestamps else whispers.TIMESTAMPS),
@@ -156,13 +148,8 @@ def test_the_drafters_encoder_runs_only_for_methods_that_may_ask_it(model):
 
 def test_a_drafter_that_is_the_target_is_right_where_no_rule_decides(model):
     """Timestamps follow rules that a drafter does not know; without them it is."""
-    stats = model.transcribe(
-        whispers.sound(1.0),
-        method="draft",
-        num_draft_tokens=3,
-        language="en",
-        timestamps=False,
-    ).stats
+    how = {"method": "draft", "num_draft_tokens": 3, "language": "en"}
+    stats = model.transcribe(whispers.sound(1.0), timestamps=False, **how).stats
     assert min(stats.accepted_by_position) > 0.8
 
 

@@ -16,11 +16,13 @@ from jetdraft.bundle import CHAT_TEMPLATE
 from jetdraft.cli.check import LINEAR_ATTENTION
 from jetdraft.contracts.step_contract import STATE_ROWS
 from jetdraft.errors import OptionError, ProviderError
+from jetdraft.methods.glide.assistant import Assistant
 from jetdraft.runtime.measured.survey import Survey
 from jetdraft.runtime.passes.binding import PassBinding
 from jetdraft.runtime.sampling.chooser import Sampling
 from tests import cases, programs, tiny
 from tests.checkpoints.heads import layouts
+from tests.checkpoints.heads import test_acceptance_gate as gate
 from tests.checkpoints.heads.test_mtp import edit
 from tests.export.conftest import MTP
 from tests.runtime import test_conformance as conformance
@@ -28,6 +30,7 @@ from tests.runtime.method_bundles import tokens_of
 from tests.runtime.test_generation import PROMPT as SCRIPTED
 from tests.runtime.test_generation import SPOILS, Scripted
 from tests.tiny import HYBRIDS, SHARING, exported, save_checkpoint
+from tests.train.periodic import teach
 from tools.forecast.kernel_table import TABLES, KernelTable
 
 PROMPT, H = conformance.PROMPT, layouts.H
@@ -186,6 +189,82 @@ def test_an_assistant_drafts_as_in_transformers(tmp_path, length):
             assert drafted.candidates[-1, 0] == expected.argmax()
             token, state = reference.logits.argmax(-1), reference.last_hidden_state
             drafted = cache.step(int(token))
+
+
+def teach_assistant(head, model, ids, steps=120, drafted=3):
+    """Teach it to continue each beginning of the text, whose rows it reads."""
+    settings = {"output_hidden_states": True, "return_shared_kv_states": True}
+    with torch.no_grad():
+        seen = model(ids, use_cache=False, **settings)
+        embedded = model.get_input_embeddings()(ids)
+    roots = torch.arange(1, ids.shape[1] - drafted)
+    slots, window = torch.arange(ids.shape[1]), head.config.text_config.sliding_window
+    first = {"full_attention": 0, "sliding_attention": roots[:, None] - window - 1}
+    reads = {k: (slots >= one) & (slots < roots[:, None]) for k, one in first.items()}
+    how = {
+        "attention_mask": {k: -1e9 * ~mask[None, None] for k, mask in reads.items()},
+        "shared_kv_states": seen.shared_kv_states, "position_ids": roots[None],
+        "use_cache": False, "logits_to_keep": slots,
+    }  # fmt: skip
+    optimizer = torch.optim.AdamW(head.parameters(), lr=3e-3)
+    for _ in range(steps):
+        state, losses = seen.hidden_states[-1][:, roots - 1], []
+        for ahead in range(drafted):
+            inputs = torch.cat([embedded[:, roots + ahead], state], -1)
+            out = head.model(inputs_embeds=head.pre_projection(inputs), **how)[0]
+            state, logits = head.post_projection(out), head.lm_head(out)[0]
+            wanted = ids[0, roots + ahead + 1]
+            losses.append(torch.nn.functional.cross_entropy(logits, wanted))
+        optimizer.zero_grad()
+        sum(losses).backward()
+        optimizer.step()
+
+
+@pytest.fixture(scope="module", params=["gemma4", "gemma4, values of keys"])
+def learned(request, tmp_path_factory):
+    folder, config = tmp_path_factory.mktemp("learned"), SHARING[request.param]()
+    config.final_logit_softcapping, config.initializer_range = 30.0, 0.05
+    save_checkpoint(folder / "target", config, tokenizer=False)
+    tiny.save_assistant(folder / "head", config)
+    names, load = ("target", "head"), AutoModelForCausalLM.from_pretrained
+    model, head = (load(folder / n, attn_implementation="eager") for n in names)
+    teach(model, gate.text()[None], 120)
+    teach_assistant(head, model.requires_grad_(False), gate.text()[None])
+    model.save_pretrained(folder / "target")
+    head.save_pretrained(folder / "head")
+    return folder
+
+
+WIRINGS = {
+    "": lambda name, tensor: tensor,
+    "the state before the token": lambda name, tensor: (
+        tensor.roll(tensor.shape[1] // 2, 1) if "pre_projection" in name else tensor
+    ),
+    "a state that is not carried": lambda name, tensor: tensor * ("post_" not in name),
+    "no rows of the target": lambda name, tensor: tensor * (".o_proj" not in name),
+    "another layer's rows": None,
+}
+
+
+@pytest.mark.parametrize("mistake", WIRINGS)
+def test_an_assistant_drafts_what_it_learned(learned, mistake, tmp_path, monkeypatch):
+    head = shutil.copytree(learned / "head", tmp_path / "head")
+    if change := WIRINGS[mistake]:
+        edit(head, lambda own: {n: change(n, t) for n, t in own.items()})
+    else:
+        own = lambda one: tuple(layer - 2 for layer in vars(one)["layers"])  # noqa: E731
+        place = property(own, lambda one, layers: vars(one).update(layers=layers))
+        monkeypatch.setattr(Assistant, "target_layers", place, raising=False)
+    bundle = exported(learned / "target", tmp_path / "b", head=head, capacity=256)
+    words = gate.text().tolist()
+    how = {"token_ids": words[:40], "max_new_tokens": 90, "ignore_eos": True}
+    with jetdraft.load(bundle.path, threads=1) as model:
+        plain = model.generate(method="none", **how).token_ids
+        assert np.mean(np.equal(plain, words[40:130])) > 0.95
+        drafted = model.generate(method="glide", num_draft_tokens=3, **how)
+        assert drafted.token_ids == plain
+    rates, mean = drafted.stats.accepted_by_position, drafted.stats.acceptance_rate
+    assert mean < 0.6 if mistake else len(rates) == 3 and min(rates) > 0.75, rates
 
 
 def test_the_head_is_the_target_s_own(bundles):

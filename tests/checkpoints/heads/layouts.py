@@ -30,11 +30,9 @@ def layer_tensors(prefix, inputs=H, qk_norm=False, first_norm=True, bias=False):
         "self_attn.k_proj.weight": 3 * rand(KV * D, inputs),
         "self_attn.v_proj.weight": rand(KV * D, inputs),
         "self_attn.o_proj.weight": rand(H, HEADS * D),
-        "post_attention_layernorm.weight": norm(),
-        "mlp.gate_proj.weight": rand(FF, H),
-        "mlp.up_proj.weight": rand(FF, H),
-        "mlp.down_proj.weight": rand(H, FF),
-    }
+        "post_attention_layernorm.weight": norm(), "mlp.gate_proj.weight": rand(FF, H),
+        "mlp.up_proj.weight": rand(FF, H), "mlp.down_proj.weight": rand(H, FF),
+    }  # fmt: skip
     if first_norm:
         tensors["input_layernorm.weight"] = norm()
     if qk_norm:
@@ -117,13 +115,10 @@ def eagle3(prefix="midlayer.", **changes):
         tie_word_embeddings=False, torch_dtype="float16", **changes,
     )  # fmt: skip
     tensors = {
-        "fc.weight": rand(H, 3 * H),
-        "norm.weight": norm(),
-        "lm_head.weight": rand(VD, H),
-        f"{prefix}hidden_norm.weight": norm(),
-        **layer_tensors(prefix, inputs=2 * H),
-        **draft_map(),
-    }
+        "fc.weight": rand(H, 3 * H), "norm.weight": norm(),
+        "lm_head.weight": rand(VD, H), f"{prefix}hidden_norm.weight": norm(),
+        **layer_tensors(prefix, inputs=2 * H), **draft_map(),
+    }  # fmt: skip
     if config.get("fc_norm"):
         tensors |= {f"fc_norm.{i}.weight": norm() for i in range(3)}
     return config, tensors
@@ -144,14 +139,11 @@ def speculators(nested=True, taps=3, layers=1, qk_norm=False, **changes):
         **({"transformer_layer_config": layer} if nested else layer), **changes,
     }  # fmt: skip
     tensors = {
-        "fc.weight": rand(H, taps * H),
-        "norm.weight": norm(),
-        "lm_head.weight": rand(VD, H),
-        "embed_tokens.weight": rand(VOCAB_SIZE, H),
+        "fc.weight": rand(H, taps * H), "norm.weight": norm(),
+        "lm_head.weight": rand(VD, H), "embed_tokens.weight": rand(VOCAB_SIZE, H),
         "layers.0.hidden_norm.weight": norm(),
-        **layer_tensors("layers.0.", inputs=2 * H, qk_norm=qk_norm),
-        **draft_map(),
-    }
+        **layer_tensors("layers.0.", inputs=2 * H, qk_norm=qk_norm), **draft_map(),
+    }  # fmt: skip
     for index in range(1, layers):
         tensors |= layer_tensors(f"layers.{index}.", qk_norm=qk_norm)
     if config["norm_before_fc"]:
@@ -255,18 +247,15 @@ def one_layer(kind, layers=1, qk_norm=False, **changes):
     own = {
         "kangaroo": {"norm": (H,)},
         "chimera": {
-            "trigram.block": (3 * H, 3 * H),
-            "trigram.down": (H, 3 * H),
-            "out": (H, 2 * H),
-            "norm": (H,),
+            "trigram.block": (3 * H, 3 * H), "trigram.down": (H, 3 * H),
+            "out": (H, 2 * H), "norm": (H,),
         },
         "glide": {"cross.q_proj": (H, H), "cross.o_proj": (H, H), "norm": (H,)},
         "falcon": {
-            "recurrence.inputs.0": (4 * H, 2 * H),
-            "recurrence.inputs.1": (4 * H, H),
+            "recurrence.inputs.0": (4 * H, 2 * H), "recurrence.inputs.1": (4 * H, H),
             **{f"recurrence.states.{i}": (4 * H, H) for i in (0, 1)},
         },
-    }[kind]
+    }[kind]  # fmt: skip
     tensors = {f"{name}.weight": rand(*shape) for name, shape in own.items()}
     if kind == "falcon":
         tensors |= {f"recurrence.inputs.{i}.bias": rand(4 * H) for i in (0, 1)}

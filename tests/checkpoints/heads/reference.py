@@ -13,13 +13,8 @@ def rotated(x, positions, theta):
     half = x.shape[-1] // 2
     angles = positions[:, None, None] / theta ** (torch.arange(half) / half)
     one, two = x[..., :half], x[..., half:]
-    return torch.cat(
-        [
-            one * angles.cos() - two * angles.sin(),
-            two * angles.cos() + one * angles.sin(),
-        ],
-        -1,
-    )
+    turned = one * angles.cos() - two * angles.sin()
+    return torch.cat([turned, two * angles.cos() + one * angles.sin()], -1)
 
 
 def attention(w, asking, rows, hidden, theta, d, eps):
