@@ -60,6 +60,8 @@ class ProbedModel(nn.Module, ABC):
         super().__init__()
         self.model = model
         self.on_probes_added: Callable[[], None] = lambda: None
+        self.turns: tuple[Any, Callable[[Tensor], Any]] | None = None
+        """For the next pass: the rotations of its rows, and of any positions."""
         self._pass: Pass | None = None
         first, *others = top
         first.register_forward_pre_hook(self._append_probes, with_kwargs=True)
@@ -109,7 +111,7 @@ class ProbedModel(nn.Module, ABC):
             read = {"input_ids": input_ids, "position_ids": position_ids, **options}
             logits = self.model(**read, logits_to_keep=torch.cat([keep, places])).logits
         finally:
-            self._pass = None
+            self._pass = self.turns = None
         return logits, current
 
     @property
@@ -136,9 +138,13 @@ class ProbedModel(nn.Module, ABC):
                 kwargs["position_embeddings"] = of_rows_and_probes
         return args, kwargs
 
-    def _rotate_probes(self, rotary: Any, args: Any, kwargs: Any, output: Any) -> None:
+    def _rotate_probes(self, rotary: Any, args: Any, kwargs: Any, output: Any) -> Any:
         """Hook after the rotary embedding: keep its rotations and those with probes."""
         current = self.current_pass
+        if self.turns is not None:
+            output, turned = self.turns
+            current.rotations.append((output, turned(current.positions)))
+            return output
         args, kwargs = list(args), dict(kwargs)
         if "position_ids" in kwargs:
             kwargs["position_ids"] = current.positions
@@ -146,6 +152,7 @@ class ProbedModel(nn.Module, ABC):
             args[1] = current.positions
         # Unlike a call, `forward` does not run this hook again.
         current.rotations.append((output, rotary.forward(*args, **kwargs)))
+        return output
 
 
 def carrier_values(rows: Tensor, carriers: Tensor) -> Tensor:

@@ -170,14 +170,10 @@ def attend_fully(
         attended = scaled_dot_product_attention(query, key, value, scale=scaling)
         return attended.transpose(1, 2), None
     inputs = [x.transpose(1, 2).flatten(2) for x in (query, key, value)]
-    attended = torch.onnx.ops.symbolic(
-        f"com.microsoft::{ATTENTION}",
-        inputs,
-        attrs={"num_heads": query.shape[1], "scale": scaling},
-        dtype=query.dtype,
-        shape=inputs[0].shape,
-        version=1,
-    )
+    numbers: Any = {"num_heads": query.shape[1], "scale": scaling}
+    form: Any = {"dtype": query.dtype, "shape": inputs[0].shape, "version": 1}
+    node = f"com.microsoft::{ATTENTION}"
+    attended = torch.onnx.ops.symbolic(node, inputs, numbers, **form)
     return attended.view(query.transpose(1, 2).shape), None
 
 
@@ -244,10 +240,8 @@ def _in_blocks(sections: list[int]) -> list[int]:
 
 _IDEFICS_TEXT = {
     "tile": "<fake_token_around_image><row_{row}_col_{column}>",
-    "line": "\n",
-    "grid": "\n",
     "whole": "<fake_token_around_image><global-img>",
-    "end": "<fake_token_around_image>",
+    **{"line": "\n", "grid": "\n", "end": "<fake_token_around_image>"},
 }
 _IDEFICS = Family(_encode_idefics, _idefics_fields, _IDEFICS_TEXT)
 _INTERN = Family(_encode_tile, _tile_fields, {"begin": "<img>", "end": "</img>"})
@@ -257,17 +251,15 @@ _GEMMA3_TEXT = {
     "end": "<end_of_image>\n\n",
 }
 _LFM_TEXT = {
-    "begin": "<|image_start|>",
-    "tile": "<|img_row_{row}_col_{column}|>",
-    "grid": "<|img_thumbnail|>",
-    "end": "<|image_end|>",
+    **{"begin": "<|image_start|>", "end": "<|image_end|>"},
+    **{"tile": "<|img_row_{row}_col_{column}|>", "grid": "<|img_thumbnail|>"},
 }
 _GEMMA_TEXT = {"begin": "boi_token_id", "end": "eoi_token_id"}
 _MISTRAL_TEXT = {"break": "[IMG_BREAK]", "end": "[IMG_END]"}
 _QWEN = Family(_encode_qwen, _qwen_fields, {}, _by_turns)
 FAMILIES = {
     **{"idefics3": _IDEFICS, "smolvlm": _IDEFICS, "internvl": _INTERN},
-    **{"qwen3_vl": _QWEN, "qwen3_vl_moe": _QWEN, "qwen3_5": _QWEN},
+    **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), _QWEN),
     **{"qwen2_5_vl": Family(_encode_qwen, _qwen_fields, {}, _in_blocks)},
     **{"mistral3": Family(_encode_mistral, _mistral_fields, _MISTRAL_TEXT)},
     **{"lfm2_vl": Family(_encode_lfm, _lfm_fields, _LFM_TEXT)},
@@ -324,12 +316,9 @@ def read_vision(
     `CheckpointError`.
     """
     with silenced(logging.WARNING), no_progress_bars(), as_checkpoint_error(source):
-        whole = transformers.AutoModelForImageTextToText.from_pretrained(
-            source,
-            dtype=stored_dtype(source),
-            attn_implementation="eager",
-            **NO_OWN_CODE,
-        )
+        how = {"attn_implementation": "eager", "dtype": stored_dtype(source)}
+        how |= NO_OWN_CODE
+        whole = transformers.AutoModelForImageTextToText.from_pretrained(source, **how)
         tokenizer = transformers.AutoTokenizer.from_pretrained(source, **NO_OWN_CODE)
         config = whole.config
         family = FAMILIES[config.model_type]
@@ -373,9 +362,8 @@ def count_work(source: str, sizes: Sequence[Size]) -> Encoder | None:
     ):
         config = transformers.AutoConfig.from_pretrained(source, **NO_OWN_CODE)
         with no_init_weights():
-            whole = transformers.AutoModelForImageTextToText.from_config(
-                config, dtype=torch.float32, attn_implementation="eager"
-            )
+            how = {"dtype": torch.float32, "attn_implementation": "eager"}
+            whole = transformers.AutoModelForImageTextToText.from_config(config, **how)
         model = _without_text(whole)
         fields = _cutting(source, family, config)
         vision = Vision(file="", token="", first_row=0, **fields)
@@ -431,14 +419,11 @@ def _without_text(whole: Any) -> Any:
 def _cutting(source: str, family: Family, config: Any) -> dict[str, Any]:
     """The fields of `Vision` that say how pictures are cut, but for a tile's rows."""
     processor = _read_processor(source)
-    fields = {"tiling": WHOLE, "edge": 0, "least": 1, "most": 1, "rows": 1}
-    return fields | {
-        "filter": _FILTERS[int(processor.resample)],
-        "mean": tuple(processor.image_mean),
-        "std": tuple(processor.image_std),
-        "text": dict.fromkeys(TEXTS, ""),
-        **family.fields(processor, config),
-    }
+    fields: dict[str, Any] = dict.fromkeys(("least", "most", "rows"), 1)
+    fields |= {"tiling": WHOLE, "edge": 0, "text": dict.fromkeys(TEXTS, "")}
+    fields |= {"mean": tuple(processor.image_mean), "std": tuple(processor.image_std)}
+    fields["filter"] = _FILTERS[int(processor.resample)]
+    return fields | family.fields(processor, config)
 
 
 _FILTERS = {1: "lanczos", 2: "bilinear", 3: "bicubic"}

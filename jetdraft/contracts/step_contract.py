@@ -229,14 +229,9 @@ class StepContract:
     @property
     def picture_inputs(self) -> tuple[TensorSpec, ...]:
         """The inputs with the rows of pictures, and with the rotation of each slot."""
-        if not self.picture_size:
-            return ()
         rows, turns = (self.capacity, self.picture_size), (self.slots, self.turn_size)
-        turned = TURNS if self.turn_size else ()
-        return (
-            TensorSpec(PICTURES, self.dtype, rows),
-            *(TensorSpec(name, self.dtype, turns) for name in turned),
-        )
+        named = [(PICTURES, rows), *((name, turns) for name in TURNS)]
+        return tuple(TensorSpec(n, self.dtype, shape) for n, shape in named if shape[1])
 
     @property
     def recent_ids(self) -> TensorSpec:
@@ -390,7 +385,7 @@ class SplitContract:
         shapes = whole.kv_shapes[:below], whole.kv_shapes[below:]
         both = (replace(whole, kv_shapes=s, feature_size=0, experts=0) for s in shapes)
         lower, upper = both
-        return cls(whole, hidden_size, lower, upper, scores)
+        return cls(whole, hidden_size, lower, replace(upper, picture_size=0), scores)
 
     @property
     def hidden(self) -> TensorSpec:
@@ -402,7 +397,8 @@ class SplitContract:
         rows_only = replace(self.lower, streams=0)
         mask = rows_only.mask_inputs if self.whole.has_mask else ()
         parents = [PARENTS] if self.scores else []
-        return (*self.whole.inputs[:4], *mask, *parents, *self.lower.buffers("past"))
+        others = *parents, *self.lower.picture_inputs, *self.lower.buffers("past")
+        return (*self.whole.inputs[:4], *mask, *others)
 
     @property
     def lower_outputs(self) -> tuple[TensorSpec, ...]:

@@ -97,8 +97,12 @@ def split_graph(model: ir.Model, contract: SplitContract) -> tuple[ir.Model, ir.
     attentions.add_bias(graph, attentions.add_mask(graph, lower, _ROWS_MASK))
     traced = {"hidden": CUT, "draft_mask": _ROWS_MASK}
     below = _extract(model, contract.lower_inputs, contract.lower_outputs, traced)
-    # The upper half does not get these inputs, so it counts its rows by positions.
+    # The upper half does not get these inputs, so it counts its rows by positions. Its
+    # rows are text, to which no part of a picture's row is added (DeepStack).
     tokens, positions = graph.inputs[:2]
+    for node in [node for node in graph if node.op_type == "Where"]:
+        if _derives(node.inputs[0], tokens):
+            replace_values(node.outputs, [v for v in node.inputs[2:] if v])
     _count_by(graph, tokens, 1, positions)
     for parents in (value for value in graph.inputs if value.name == PARENTS.name):
         _count_by(graph, parents, 0, positions)
@@ -112,6 +116,13 @@ def split_graph(model: ir.Model, contract: SplitContract) -> tuple[ir.Model, ir.
         for kind, _, layer in [spec.name.partition(".")]
     }
     return below, _extract(model, contract.upper_inputs, contract.upper.outputs, traced)
+
+
+def _derives(value: ir.Value | None, source: ir.Value) -> bool:
+    """Whether a value is made of the source by nodes that read it first."""
+    while value and value is not source:
+        value = node.inputs[0] if (node := value.producer()) else None
+    return value is source
 
 
 def drop_extra_values(model: ir.Model, step: Step) -> None:

@@ -239,8 +239,8 @@ def _make_contract(
         draft_vocab=is_drafter * drafted,
     )
     size, turns, whole = checkpoint.picture_sizes
-    is_cut = checkpoint.taps is not None and bool(checkpoint.taps.cut)
-    if name == TARGET and size and not (is_cut or probes):
+    # `make_tree_graph` refuses streams of targets that read pictures whole.
+    if name == TARGET and size and not (probes and whole):
         contract = replace(
             contract,
             max_width=max(whole, contract.max_width),
@@ -248,9 +248,6 @@ def _make_contract(
             turn_size=turns,
             whole_pictures=whole > 0,
         )
-    elif name == TARGET and size:
-        fact = "a target with streams, or in halves, reads no images"
-        warnings.warn(f"passed over: {fact}; export it without them", stacklevel=4)
     if probes is not None:
         contract = replace(contract, streams=probes.gamma)
     if isinstance(probes, PromptSettings):

@@ -214,7 +214,11 @@ def _become_tree(job: Job, entry: GraphEntry, chain: ir.Model) -> bool:
 
 def _write_halves(job: Job, entry: GraphEntry, step: Step) -> GraphEntry:
     chain = job.folder / entry.file
-    if 0 < step.cut < len(entry.contract.kv_shapes):
+    layers, size = len(entry.contract.kv_shapes), entry.contract.picture_size
+    # The upper half runs rows of pictures for probes, without what is added to them.
+    deepest = size // job.checkpoint.model.get_input_embeddings().weight.shape[1] - 1
+    is_deep = isinstance(step, ProbeStep) and deepest > layers - step.cut
+    if 0 < step.cut < layers and not is_deep:
         entry = replace(entry, halves=_write_split(job, entry, step))
     if step.extra_outputs:
         model = ir.load(chain)

@@ -160,7 +160,10 @@ def seeing(
     Ids beyond the embeddings stand for rows of `table` [n, size]. What rows have beyond
     an embedding is added after the first layers (DeepStack, 2406.04334). Cosines and
     sines [slots, d / 2], if given, turn the rows at `positions` (M-RoPE, 2409.12191).
+    The rows of a `ProbedModel` may have probes behind them.
     """
+    probed = model if isinstance(model, ProbedModel) else None
+    model = model if probed is None else probed.model
     embed = model.get_input_embeddings()
     first, width = embed.weight.shape
     rows = table[(ids - first).clamp(min=0)]
@@ -168,16 +171,23 @@ def seeing(
 
     def see(number: int, states: Tensor) -> Tensor:
         part = rows[..., number * width : (number + 1) * width]
-        return torch.where(is_row, part if number == 0 else states + part, states)
+        if probed is None or not probed.current_pass.below:
+            return torch.where(is_row, part if number == 0 else states + part, states)
+        text, probes = states[:, : ids.shape[1]], states[:, ids.shape[1] :]
+        return torch.cat([torch.where(is_row, text + part, text), probes], 1)
+
+    def turned(at: Tensor) -> list[Tensor]:
+        return [torch.cat([turn[at]] * 2, -1) for turn in turns]
 
     hooks = [embed.register_forward_hook(lambda _, given, out: see(0, out))]
     for number in range(1, table.shape[1] // width):
         layer = decoder_layers(model)[number - 1]
         hook = layer.register_forward_hook(lambda _, given, out, n=number: see(n, out))
         hooks.append(hook)
-    if turns:
-        halves = [turn[positions] for turn in turns]
-        own = [torch.cat([half, half], -1) for half in halves]
+    own = turned(positions)
+    if turns and probed is not None:
+        probed.turns = own, turned
+    elif turns:
         (rotary,) = (m for m in model.modules() if hasattr(m, "inv_freq"))
         hooks.append(rotary.register_forward_hook(lambda *_: own))
     try:
@@ -313,8 +323,9 @@ class ProbeStep(Step):
     def forward(self, *inputs: Any) -> list[Tensor]:
         input_ids, position_ids, cursor, total_length, answer_rows, *others = inputs
         draft_mask, draft_start, probe_rows, probe_ids, *rest = others
-        prefix = rest[0] if self.contract.prefix else None
-        past, *extras = rest if prefix is None else rest[1:]
+        prefix = rest.pop(0) if self.contract.prefix else None
+        pictures = [rest.pop(0) for _ in self.contract.picture_inputs]
+        past, *extras = rest
         state = make_state(position_ids, cursor, total_length, past)
         state.rows = input_ids.shape[1]
 
@@ -336,13 +347,13 @@ class ProbeStep(Step):
                 ]
 
         self.model.on_probes_added = set_bias_and_prefix
-        with attending(state):
-            logits, *extra_outputs = self.run_model(
-                (input_ids, position_ids, probe_rows, probe_ids, answer_rows),
-                *extras,
-                past_key_values=PassThroughCache(),
-                use_cache=True,
-            )
+        eyes: Any = contextlib.nullcontext(input_ids)
+        if pictures:
+            eyes = seeing(self.model, input_ids, position_ids, *pictures)
+        cache = {"past_key_values": PassThroughCache(), "use_cache": True}
+        with attending(state), eyes as words:
+            given = words, position_ids, probe_rows, probe_ids, answer_rows
+            logits, *extra_outputs = self.run_model(given, *extras, **cache)
         # Split the results: not every operator takes empty inputs, as without probes.
         all_answers = self.answers(logits.float())
         rows = answer_rows.shape[0]

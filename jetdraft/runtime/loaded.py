@@ -360,7 +360,8 @@ class LoadedBundle:
         entry = self.bundle.target.halves
         assert entry is not None
         files = entry.lower_compaction, entry.upper_compaction
-        return PrunedHalves(sessions, [*map(self._opener.commit_session, files)])
+        compactions = [*map(self._opener.commit_session, files)]
+        return PrunedHalves(sessions, compactions, self.target)
 
     @cached_property
     def leading(self) -> LeadingHalf:
@@ -373,7 +374,7 @@ class LoadedBundle:
         opener, halves = self._opener, self.bundle.target.halves
         if halves is None:
             fact = "the bundle's target is not cut in halves, since all of its layers "
-            fact += f"have streams; {advice}"
+            fact += f"have streams, or its upper layers read images; {advice}"
             raise DraftingError(fact)
         # They run in turns, and threads that spin after a pass slow the next session.
         threads = opener.threads._replace(spinning=Spinning.IN_PASSES)

@@ -42,12 +42,10 @@ class Kangaroo(draft_module.DraftModule):
         self, states: Tensor, positions: Tensor, cache: Cache | None = None
     ) -> Tensor:
         """Map states [b, n, h] at positions int64 [b, n] to states for the LM head."""
-        mixed = self.first_layer.self_attn(
-            self.first_layer.input_layernorm(states),
-            position_embeddings=self.stack.rotations(states, positions),
-            attention_mask=None,
-            **{CACHE: cache},
-        )[0]
+        how: dict[str, Any] = {"attention_mask": None, CACHE: cache}
+        how["position_embeddings"] = self.stack.rotations(states, positions)
+        read = self.first_layer.input_layernorm(states)
+        mixed = self.first_layer.self_attn(read, **how)[0]
         normed: Tensor = self.norm(states + mixed)
         return normed
 
@@ -67,8 +65,7 @@ class Kangaroo(draft_module.DraftModule):
         source, layers = files.source, len(decoder_layers(target.model))
         layer = files.positive_integer("exit_layer")
         if layer >= layers:
-            raise CheckpointError(
-                f"{source} reads the state below layer {layer}, but {target.source} "
-                f"has {layers} layers; give the adapter of this target"
-            )
+            fact = f"{source} reads the state below layer {layer}, but {target.source} "
+            fact += f"has {layers} layers; give the adapter of this target"
+            raise CheckpointError(fact)
         return replace(config, taps=(layer,)), ids

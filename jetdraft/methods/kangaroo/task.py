@@ -40,11 +40,8 @@ class KangarooTask(NextTokenTask):
         advised = min(max(FEWEST_LAYERS, round(SHARE * layers)), layers - 1)
         layer = self.settings.exit_layer or advised
         if not 1 <= layer < layers:
-            raise OptionError(
-                f"exit layer {layer} does not cut {layers} layers in two; give 1 to "
-                f"{layers - 1}",
-                "exit_layer",
-            )
+            fact = f"exit layer {layer} does not cut {layers} layers in two"
+            raise OptionError(f"{fact}; give 1 to {layers - 1}", "exit_layer")
         return make_config(target, HeadConfig, taps=(layer,))
 
     def new_drafter(self, run: Run) -> Kangaroo:

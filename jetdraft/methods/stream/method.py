@@ -26,16 +26,14 @@ class StreamOptions(TreeOptions):
         threshold = self.prune_threshold
         in_range = isinstance(threshold, (int, float)) and 0.0 <= threshold <= 1.0
         if not in_range and threshold not in (None, AUTO, DROP_ALL):
-            yield (
-                f"prune threshold {threshold} is out of range; give 0 (keep all) to 1, "
-                "2 (drop all) or auto"
-            )
+            fact = f"prune threshold {threshold} is out of range"
+            yield f"{fact}; give 0 (keep all) to 1, 2 (drop all) or auto"
         is_exact = self.verifier == WALK or self.checker.lossy
         if threshold is not None and not is_exact:
-            yield (
-                f"verifier {self.verifier!r} is not exact for a draft that was pruned; "
-                "leave the prune threshold out"
+            fact = (
+                f"verifier {self.verifier!r} is not exact for a draft that was pruned"
             )
+            yield f"{fact}; leave the prune threshold out"
 
     @property
     def draft_size(self) -> int | None:

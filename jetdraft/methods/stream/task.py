@@ -44,10 +44,11 @@ class StreamTask(ProbeTask):
         """Raise `CheckpointError` if the target has streams, or cannot be tuned."""
         super().check_target(target)
         if target.packed is not None and self.settings.mode == SHARED:
-            raise CheckpointError(
-                f"{target.source} is quantized already, so its weights cannot be "
-                "tuned; give mode lossless, or the checkpoint before quantization"
+            fact = (
+                f"{target.source} is quantized already, so its weights cannot be tuned"
             )
+            fix = "give mode lossless, or the checkpoint before quantization"
+            raise CheckpointError(f"{fact}; {fix}")
 
     def check(self, run: Run) -> None:
         self.settings = replace(self.settings, base=run.base)
@@ -92,19 +93,16 @@ class StreamTask(ProbeTask):
             values = torch.stack([getattr(part, name) for part in parts]).float()
             return round_figures(values.mean(0).reshape(-1))
 
-        return {
-            "main_loss": mean("main")[0],
-            "stream_losses": mean("streams"),
-            "early_loss": mean("early")[0],
-            "acceptance": mean("acceptance"),
-        }
+        losses = {"main_loss": mean("main")[0], "stream_losses": mean("streams")}
+        others = {"early_loss": mean("early")[0], "acceptance": mean("acceptance")}
+        return losses | others
 
     def headline(self, run: Run) -> str:
         counts = self.counts(run)
-        return (
-            f"training {counts['streams']} weights of the streams and "
-            f"{counts['lora']} of LoRA on {run.reading_line}"
+        trained = (
+            f"{counts['streams']} weights of the streams and {counts['lora']} of LoRA"
         )
+        return f"training {trained} on {run.reading_line}"
 
     def counts(self, run: Run) -> dict[str, int]:
         own = sum(p.numel() for p in run.module.streams.parameters())
@@ -160,15 +158,10 @@ def compute_losses(streamed: Any, batch: Batch, gamma: int) -> Losses:
     count = max(1, int(learned.sum(1).max()))
     carriers = learned.int().argsort(dim=1, descending=True, stable=True)[:, :count]
     keep = learned.any(0).nonzero()[:, 0]
-    logits, early, _ = streamed(
-        batch.ids,
-        at.expand(size, rows),
-        carriers.repeat_interleave(gamma, 1),
-        torch.arange(gamma, device=at.device).repeat(count),
-        keep,
-        early=keep,
-        use_cache=False,
-    )
+    positions, carried = at.expand(size, rows), carriers.repeat_interleave(gamma, 1)
+    ids = torch.arange(gamma, device=at.device).repeat(count)
+    read = batch.ids, positions, carried, ids, keep
+    logits, early, _ = streamed(*read, early=keep, use_cache=False)
     main, probes = logits.split([len(keep), count * gamma], 1)
     probes = probes.unflatten(1, (count, gamma))
     best = torch.zeros_like(batch.ids)

@@ -84,13 +84,10 @@ class Answer:
     def first(self, rows: int) -> Answer:
         """The answer of the first `rows` rows, with the features and all probes."""
         if rows not in self._parts:
-            self._parts[rows] = replace(
-                self.rows(slice(0, rows)),
-                probes=self.probes,
-                features=None if self.features is None else self.features[:rows],
-                carried=None if self.carried is None else self.carried[:rows],
-                experts=None if self.experts is None else self.experts[:rows],
-            )
+            own = {n: getattr(self, n) for n in ("features", "carried", "experts")}
+            cut: Any = {n: v[:rows] for n, v in own.items() if v is not None}
+            part = self.rows(slice(0, rows))
+            self._parts[rows] = replace(part, probes=self.probes, **cut)
         return self._parts[rows]
 
     def rows(self, which: slice) -> Answer:

@@ -252,10 +252,9 @@ class Cache:
     def _move_rows(self, source: list[int], target: int) -> None:
         if self._compaction is None:
             raise ValueError("this cache has no compaction graph; give it one")
-        move = self._moves.get(len(source))
-        if move is None:
-            move = _MoveBinding(self._compaction, self, len(source))
-            self._moves[len(source)] = move
+        if (rows := len(source)) not in self._moves:
+            self._moves[rows] = _MoveBinding(self._compaction, self, rows)
+        move = self._moves[rows]
         with self.memory.exclusive_use():
             start = time.perf_counter()
             move.set(source, target)

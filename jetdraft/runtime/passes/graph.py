@@ -291,17 +291,12 @@ class _GraphBinding(PassBinding):
         self.answer = answer_of(self.tensors, contract, probes)
 
     def fill(self, tokens: Sequence[int], positions: Sequence[int]) -> None:
-        """Set the rows' tokens and positions; padding rows get the last token.
-
-        Rows of a prompt's pictures have ids of their own.
-        """
+        """Set the rows' tokens and positions; padding rows get the last token."""
+        if self.pictures is not None:
+            tokens = self.pictures.put_into(tokens, positions)
         for row, position in enumerate(positions):
             self.input_ids[row] = tokens[row] if row < len(tokens) else tokens[-1]
             self.position_ids[row] = position
-        if self.pictures is not None and positions[0] < len(ids := self.pictures.ids):
-            for row in range(len(tokens)):
-                if positions[row] < len(ids):
-                    self.input_ids[row] = ids[positions[row]]
 
     def fill_block(self, known: Sequence[int]) -> None:
         """Set the first tokens of the block; the others are unknown."""

@@ -15,7 +15,7 @@ from jetdraft.ort import ort
 from jetdraft.runtime.drafts.rows import NO_PROBES, NO_PROBING, Probes, Probing, Rows
 from jetdraft.runtime.passes.answer import Answer, Ran, answer_of
 from jetdraft.runtime.passes.binding import PassBinding
-from jetdraft.runtime.passes.buffers import Cache
+from jetdraft.runtime.passes.buffers import HOST, Cache
 from jetdraft.runtime.passes.graph import Graph
 from jetdraft.runtime.passes.prefix import common_length
 
@@ -59,7 +59,7 @@ class Halves:
     """
 
     def __init__(
-        self, sessions: SplitSessions, lower_buffers: Buffers, upper_buffers: Buffers
+        self, sessions: SplitSessions, buffers: Sequence[Buffers], whole: Graph
     ) -> None:
         lower, upper, contract = sessions
         self._sessions, self.contract = sessions, contract
@@ -70,7 +70,8 @@ class Halves:
         for name, (session, inputs, outputs) in self._graphs.items():
             check_tensors(inputs, session.get_inputs(), f"the {name}'s inputs")
             check_tensors(outputs, session.get_outputs(), f"the {name}'s outputs")
-        self._buffers = {LOWER: lower_buffers, UPPER: upper_buffers}
+        self._buffers = dict(zip((LOWER, UPPER), buffers, strict=True))
+        self._pictures = whole.pictures
         self._bindings: dict[tuple[str, int, int, Probes], PassBinding] = {}
         self.seconds, self.passes = 0.0, 0
 
@@ -78,11 +79,12 @@ class Halves:
         self, rows: PlacedRows, width: int, cursor: int, parents: Sequence[int] = ()
     ) -> PassBinding:
         """Run rows of a draft from the cursor on; an early exit needs all `parents`."""
-        bound, padding = self._bind(LOWER, width), width - len(rows.tokens)
-        tokens = list(rows.tokens)
-        bound.arrays["input_ids"][0] = tokens + tokens[-1:] * padding
+        bound, tokens = self._bind(LOWER, width), rows.tokens
+        if self._pictures:
+            tokens = self._pictures.put_into(tokens, [cursor + d for d in rows.depths])
+        bound.fill_rows("input_ids", np.array(tokens))
         if self.contract.scores:
-            bound.arrays["parents"][:] = [*parents, *[0] * padding]
+            bound.arrays["parents"][:] = [*parents, *[0] * (width - len(tokens))]
         self._run_placed(bound, rows, NO_PROBES, cursor)
         return bound
 
@@ -103,7 +105,8 @@ class Halves:
         key = name, width, answers, probes
         if key not in self._bindings:
             sizes = width, answers, probes.total
-            bound = PassBinding(*self._graphs[name], self._buffers[name], sizes)
+            graph, seen = self._graphs[name], self._pictures and self._pictures.values
+            bound = PassBinding(*graph, self._buffers[name], sizes, HOST, seen or {})
             if answers:
                 bound.arrays["answer_rows"][:] = range(width - answers, width)
             if name == UPPER and self.contract.whole.streams:
@@ -137,7 +140,7 @@ class LeadingHalf:
         for name in buffers.keys() - below.keys():
             kind, layer = name.split(".")
             above[f"{kind}.{int(layer) - first}"] = buffers[name]
-        self.halves = Halves(sessions, below, above)
+        self.halves = Halves(sessions, (below, above), whole)
         self.widths: Sequence[int] = ()
         self.ahead: list[int] = []
         self._states = np.zeros((0, sessions.contract.hidden_size), np.float32)
@@ -216,6 +219,9 @@ class LeadingHalf:
         self._states = np.concatenate([self._states, states])
 
     def _fitting_width(self, rows: int, filled: int) -> int | None:
+        seen = self.whole.pictures
+        if seen and (seen.ids[self.cache.length :] >= self.contract.vocab_size).any():
+            return None  # The upper half reads rows of text alone.
         room = self.whole.draft_room(filled)
         return next((w for w in self.widths if rows <= w <= room), None)
 

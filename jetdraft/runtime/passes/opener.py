@@ -12,19 +12,9 @@ import numpy as np
 import numpy.typing as npt
 
 from jetdraft.bundle import CONTRIB, Bundle
-from jetdraft.devices import webgpu
+from jetdraft.devices import providers, webgpu
 from jetdraft.devices.detection import detect_machine
-from jetdraft.devices.providers import (
-    AUTO,
-    CUDA_OPTIONS,
-    ENGINE_WIDTHS,
-    PROVIDERS,
-    WEBGPU_OPTIONS,
-    Provider,
-    ProviderOptions,
-    engine_folder,
-    engine_options,
-)
+from jetdraft.devices.providers import CUDA_OPTIONS, PROVIDERS, WEBGPU_OPTIONS
 from jetdraft.errors import OptionError, ProviderError
 from jetdraft.manifest import GraphEntry
 from jetdraft.options import Flag
@@ -85,8 +75,8 @@ def check_load_options(options: LoadOptions) -> None:
         if not isinstance(value, (str, Path, type(None))):
             raise OptionError(f"{path} {value!r} is not a path; give a path", path)
     drafter = options.get("drafter_provider")
-    if drafter not in (None, OFF, AUTO, *PROVIDERS):
-        names = ", ".join((*PROVIDERS, AUTO, OFF))
+    if drafter not in (None, OFF, providers.AUTO, *PROVIDERS):
+        names = ", ".join((*PROVIDERS, providers.AUTO, OFF))
         fact = f"unknown provider {drafter!r} for the drafter; choose {names}"
         raise ProviderError(fact)
 
@@ -100,7 +90,7 @@ class Opener:
     """Opens graphs of one bundle on a provider; on the CPU files share sessions."""
 
     bundle: Bundle
-    provider: Provider
+    provider: providers.Provider
     threads: Threads
     # A session lives as long as a graph runs it.
     _opened: MutableMapping[str, ort.InferenceSession] = field(
@@ -130,7 +120,7 @@ class Opener:
         self,
         file: str,
         weights: Weights | None = None,
-        options: ProviderOptions | None = None,
+        options: providers.ProviderOptions | None = None,
         shared: Mapping[str, ort.OrtValue] | None = None,
         threads: Threads | None = None,
     ) -> ort.InferenceSession:
@@ -175,9 +165,8 @@ class Opener:
                 self.session(file, weights, options, views)
                 for file in (entry.file, entry.tree_file)
             )
-            sessions = StepSessions(
-                tree, entry.tree_contract, chain, owners=[*owners.values()]
-            )
+            kept = [*owners.values()]
+            sessions = StepSessions(tree, entry.tree_contract, chain, owners=kept)
         return sessions, Memory(memory, copies=True), Captures()
 
     def _open_on_webgpu(self, entry: GraphEntry, weights: Weights) -> Opened:
@@ -197,7 +186,9 @@ class Opener:
     def _open_on_tensorrt(self, entry: GraphEntry, weights: Weights) -> Opened:
         """Open an engine for passes of any width, and one engine for each width."""
         contract, file = entry.widest_contract, entry.tree_file or entry.file
-        widths = [width for width in ENGINE_WIDTHS if width <= contract.max_width]
+        widths = [
+            width for width in providers.ENGINE_WIDTHS if width <= contract.max_width
+        ]
         name = file.removesuffix(".onnx")
         folder = self.bundle.path / "profiles" / f"tensorrt-{name}"
         machine = detect_machine()
@@ -207,9 +198,11 @@ class Opener:
             "tensorrt": machine.tensorrt or "unknown",
             "onnxruntime": ort.__version__,
         }
-        engines = engine_folder(folder, depends_on)
+        engines = providers.engine_folder(folder, depends_on)
         any_width, *fixed = (
-            self.session(file, weights, engine_options(contract, width, engines))
+            self.session(
+                file, weights, providers.engine_options(contract, width, engines)
+            )
             for width in (None, *widths)
         )
         sessions = StepSessions(

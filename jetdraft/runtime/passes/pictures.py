@@ -7,6 +7,7 @@ pictures have equal ids, and a prompt's rows are kept like a text's.
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import io
 import math
@@ -24,7 +25,7 @@ import numpy.typing as npt
 from jetdraft.bundle import GRID, MAX_PIXELS, SPLIT, Vision
 from jetdraft.contracts.step_contract import StepContract
 from jetdraft.contracts.tensors import Float32s, Int64s
-from jetdraft.errors import ContractError, OptionError, reason_of
+from jetdraft.errors import ContractError, OptionError, printable, reason_of
 from jetdraft.ort import ort
 from jetdraft.runtime.passes.buffers import HOST, Memory
 
@@ -33,16 +34,19 @@ if TYPE_CHECKING:
 
 MAX_RATIO = 200  # Of the edges of a picture that becomes patches.
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF")
+_DATA = "data:image/"  # Begins the URL of an image in base64.
 PictureInput = str | Path | bytes | npt.NDArray[np.uint8]
-"""A file, its bytes, or uint8 [height, width, 3] in the order red, green, blue; an
-image of Pillow too."""
+"""A file, its bytes, their `data:` URL, or uint8 [height, width, 3] in the order red,
+green, blue; an image of Pillow too."""
 NO_IMAGES = (
     "the bundle's model reads no images; leave them out, or export a model of "
-    "docs/images.md with its preprocessor_config.json, without streams or Kangaroo"
+    "docs/images.md with its preprocessor_config.json"
 )
+SMALLER = "make it smaller"
 DAMAGED = "the encoder of images gives other rows than it must; export it again"
-# On a CPU what the encoder's run takes beyond its weights is given back after it.
-_FREE_AFTER_RUN = "memory.enable_memory_arena_shrinkage", "cpu:0"
+# What the encoder's run takes beyond its weights is given back after it, by device.
+_FREE_AFTER_RUN = "memory.enable_memory_arena_shrinkage"
+_ARENAS = {"cpu": "cpu:0", "cuda": "gpu:0"}
 Size = tuple[int, int]  # Width and height.
 
 
@@ -50,7 +54,9 @@ def read_picture(given: object) -> npt.NDArray[np.uint8]:
     """Return the pixels of a picture, uint8 [height, width, 3]; `OptionError`.
 
     A file may be one of `FORMATS` with at most `MAX_PIXELS`; it is turned as its EXIF
-    data says, and transparency is dropped, as transformers does.
+    data says. As by transformers' `load_image`, which its users give files, an alpha
+    channel of a file is dropped. Other transparency is white, also of Pillow's images,
+    as by its processors.
     """
     if isinstance(given, np.ndarray):
         pixels = np.repeat(given[..., None], 3, 2) if given.ndim == 2 else given
@@ -63,32 +69,45 @@ def read_picture(given: object) -> npt.NDArray[np.uint8]:
     from PIL.ImageOps import exif_transpose
 
     try:
-        if isinstance(given, (str, Path)):
-            if str(given).startswith(("http:", "https:")):
-                raise _refusal(f"{given} would be fetched", "give a file")
-            if Path(given).exists() and not Path(given).is_file():
-                raise _refusal(f"{given} is not an image", "give a file")
-            opened = pillow.open(given, formats=FORMATS)
-        elif isinstance(given, bytes):
-            opened = pillow.open(io.BytesIO(given), formats=FORMATS)
-        elif isinstance(given, pillow.Image):
-            opened = nullcontext(given)
-        else:
-            raise _refusal(f"{type(given).__name__} is not an image", "give a file")
-        with opened as image:
+        with _opened(given) as image:
             _check_size(*image.size)
-            return np.array(exif_transpose(image).convert("RGB"))
+            upright = exif_transpose(image)
+            if image is not given:
+                upright = upright.convert("RGB")
+            if upright.has_transparency_data:
+                white = pillow.new("RGBA", upright.size, "white")
+                upright = pillow.alpha_composite(white, upright.convert("RGBA"))
+            return np.array(upright.convert("RGB"))
     except OptionError:
         raise
     except pillow.DecompressionBombError as error:
-        fact = f"the image has more than {MAX_PIXELS} pixels"
-        raise _refusal(fact, "make it smaller") from error
+        raise _refusal(
+            f"the image has more than {MAX_PIXELS} pixels", SMALLER
+        ) from error
     except Exception as error:  # a damaged file may raise anything
-        name = f"{given}: " if isinstance(given, (str, Path)) else ""
+        name = f"{printable(given, 200)}: " if isinstance(given, (str, Path)) else ""
         is_other = isinstance(error, pillow.UnidentifiedImageError)
         reason = "it is not an image" if is_other else reason_of(error)
         fact = f"the image cannot be read ({name}{reason})"
         raise _refusal(fact, f"give a file in {', '.join(FORMATS)}") from error
+
+
+def _opened(given: object) -> Any:
+    """A context with an image of Pillow; may raise any error."""
+    pillow, file = _pillow(), given
+    if isinstance(given, pillow.Image):
+        return nullcontext(given)
+    if isinstance(given, str) and given.startswith(_DATA):
+        file = base64.b64decode(given.partition(",")[2])
+    if isinstance(file, bytes):
+        file = io.BytesIO(file)
+    elif not isinstance(file, (str, Path)):
+        raise _refusal(f"{type(given).__name__} is not an image", "give a file")
+    elif str(file).startswith(("http:", "https:")):
+        raise _refusal(f"{given} would be fetched", "give a file")
+    elif Path(file).exists() and not Path(file).is_file():
+        raise _refusal(f"{given} is not an image", "give a file")
+    return pillow.open(file, formats=FORMATS)
 
 
 def read_pictures(images: Sequence[object]) -> tuple[npt.NDArray[np.uint8], ...]:
@@ -103,10 +122,17 @@ def read_pictures(images: Sequence[object]) -> tuple[npt.NDArray[np.uint8], ...]
     return tuple(pictures)
 
 
+def url_of(picture: object) -> str:
+    """The pixels of a picture as a `data:` URL of a PNG; raises `OptionError`."""
+    file = io.BytesIO()
+    _pillow().fromarray(read_picture(picture)).save(file, "PNG")
+    return f"{_DATA}png;base64,{base64.b64encode(file.getvalue()).decode()}"
+
+
 def _check_size(width: int, height: int) -> None:
     if width * height > MAX_PIXELS:
         fact = f"the image has {width} x {height} pixels, at most {MAX_PIXELS} are read"
-        raise _refusal(fact, "make it smaller")
+        raise _refusal(fact, SMALLER)
 
 
 def _refusal(fact: str, fix: str) -> OptionError:
@@ -145,9 +171,10 @@ def cut(picture: npt.NDArray[np.uint8], vision: Vision) -> Tiles:
 
     columns, rows, edge = 1, 1, side * vision.span
     if vision.edge and not vision.patch:
-        image = resized(image, _longest(image.size, vision.edge))
+        image = resized(image, _with_longest(image.size, vision.edge, 2))
     if vision.tiling == SPLIT:
-        image = resized(image, _multiples(image.size, side))
+        longest = math.ceil(max(image.size) / side) * side
+        image = resized(image, _with_longest(image.size, longest, side))
         columns, rows = image.width // side, image.height // side
     elif vision.tiling == GRID and _is_large(image.size, vision):
         columns, rows = _best_grid(image.size, vision)
@@ -236,30 +263,12 @@ def encoder_inputs(pixels: npt.NDArray[np.uint8], vision: Vision) -> dict[str, A
     return {name: np.ascontiguousarray(array) for name, array in inputs.items()}
 
 
-def _longest(size: Size, edge: int) -> Size:
-    """The size with this longest edge; the other is even, as transformers has it."""
-    width, height = size
-    ratio = width / height
-    if width >= height:
-        width, height = edge, int(edge / ratio)
-        height += height % 2
-    else:
-        width, height = int(edge * ratio), edge
-        width += width % 2
-    return max(width, 1), max(height, 1)
-
-
-def _multiples(size: Size, side: int) -> Size:
-    """The size whose edges are the next multiples of a tile's."""
-    width, height = size
-    ratio = width / height
-    if width >= height:
-        width = math.ceil(width / side) * side
-        height = math.ceil(int(width / ratio) / side) * side
-    else:
-        height = math.ceil(height / side) * side
-        width = math.ceil(int(height * ratio) / side) * side
-    return width, height
+def _with_longest(size: Size, edge: int, step: int) -> Size:
+    """The size with this longest edge; the other is a multiple of `step`."""
+    ratio = size[0] / size[1]
+    other = int(edge / ratio if ratio >= 1 else edge * ratio)
+    pair = edge, max(1, math.ceil(other / step) * step)
+    return pair if ratio >= 1 else pair[::-1]
 
 
 def _best_grid(size: Size, vision: Vision) -> Size:
@@ -320,8 +329,8 @@ class PictureRows:
         self.seconds = 0.0
         self._lock = Lock()
         self._options = ort.RunOptions()
-        if memory.device == "cpu":
-            self._options.add_run_config_entry(*_FREE_AFTER_RUN)
+        if arena := _ARENAS.get(memory.device):
+            self._options.add_run_config_entry(_FREE_AFTER_RUN, arena)
         self._turned: list[tuple[int, int, int]] | None = None
         self._turn([])
 
@@ -371,6 +380,13 @@ class PictureRows:
             if slot <= first:
                 return (rows, rows) if slot == first else (min(first - slot, unread), 0)
         return unread, 0
+
+    def put_into(self, tokens: Sequence[int], places: Sequence[int]) -> Sequence[int]:
+        """The tokens of rows at these places of a text, with the ids of its rows."""
+        if places[0] >= len(ids := self.ids):
+            return tokens
+        pairs = zip(tokens, places, strict=False)  # Padding has places, but no tokens.
+        return [ids[at] if at < len(ids) else token for token, at in pairs]
 
     def boundary(self, kept: int) -> int:
         """How many of the kept rows can stay: none of a picture that they would cut."""

@@ -113,9 +113,8 @@ def load_prefix(
         raise refusal
     tokens: list[int] = ids.tolist()
     if not isinstance(origin, dict) or origin.get("bundle") != identity["bundle"]:
-        raise BundleError(
-            f"{file} was saved with another bundle or adapter; save it again here"
-        )
+        fact = f"{file} was saved with another bundle or adapter"
+        raise BundleError(f"{fact}; save it again here")
     forms = {
         f"{owner}/{name}": form
         for owner, cache in caches.items()

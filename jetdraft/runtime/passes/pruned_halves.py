@@ -13,6 +13,7 @@ from jetdraft.runtime.drafts.rows import NO_PROBES, NO_PROBING, Probes, Probing,
 from jetdraft.runtime.passes.answer import Answer, Ran
 from jetdraft.runtime.passes.binding import PassBinding
 from jetdraft.runtime.passes.buffers import Cache
+from jetdraft.runtime.passes.graph import Graph
 from jetdraft.runtime.passes.halves import Halves, PlacedRows, Size, SplitSessions
 
 THRESHOLD_CHOICES = (0.0, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3)
@@ -82,10 +83,13 @@ class _PairedCache(Cache):
 class PrunedHalves:
     """A `Target` that drops rows below the `threshold` between its halves."""
 
-    def __init__(self, sessions: SplitSessions, compactions: Compactions) -> None:
+    def __init__(
+        self, sessions: SplitSessions, compactions: Compactions, whole: Graph
+    ) -> None:
         self.contract = sessions.contract.whole
         self.cache = _PairedCache(sessions.contract, compactions)
-        self.halves = Halves(sessions, self.cache.buffers, self.cache.upper.buffers)
+        buffers = self.cache.buffers, self.cache.upper.buffers
+        self.halves = Halves(sessions, buffers, whole)
         self.threshold = 0.0
         self.widths: Sequence[int] = ()
         self.adaptive: Threshold | None = None
@@ -193,14 +197,11 @@ class PrunedHalves:
         return kept
 
     def _run_lower(self, rows: Rows, width: int) -> PassBinding:
-        return self.halves.run_lower(
-            PlacedRows.of(rows), width, self.cache.length, [0, *rows.parents[1:]]
-        )
+        placed, parents = PlacedRows.of(rows), [0, *rows.parents[1:]]
+        return self.halves.run_lower(placed, width, self.cache.length, parents)
 
     def _run_upper(
         self, rows: Rows, below: PassBinding, kept: list[int], size: Size
     ) -> Answer:
-        states = below.arrays["hidden"][0][kept]
-        return self.halves.run_upper(
-            PlacedRows.of(rows), states, size, self.cache.length
-        )
+        states, placed = below.arrays["hidden"][0][kept], PlacedRows.of(rows)
+        return self.halves.run_upper(placed, states, size, self.cache.length)

@@ -13,13 +13,9 @@ import numpy.typing as npt
 
 from jetdraft.contracts.step_contract import StepContract
 from jetdraft.contracts.tensors import check_tensors
+from jetdraft.devices import providers as known
 from jetdraft.devices.memory import release_files
-from jetdraft.devices.providers import (
-    PROVIDER_FIX,
-    PROVIDERS,
-    providers_of,
-    try_provider,
-)
+from jetdraft.devices.providers import PROVIDER_FIX, PROVIDERS, try_provider
 from jetdraft.errors import ContractError, OptionError, ProviderError
 from jetdraft.native import DOMAIN, LIBRARY, isa
 from jetdraft.ort import ort
@@ -83,7 +79,7 @@ def open_session(
     """
     full = PROVIDERS[provider].full
     options = _session_options(provider, threads)
-    providers = providers_of(provider, options, dict(provider_options or {}))
+    providers = known.providers_of(provider, options, dict(provider_options or {}))
     weights = weights or {}
     no_library = None
     try:

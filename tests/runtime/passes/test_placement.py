@@ -49,7 +49,7 @@ def pretend(monkeypatch, name):
     monkeypatch.setitem(PROVIDERS, name, fake)
     runs = Presence(name, compiled=True, runs=True)
     monkeypatch.setattr(providers, "try_provider", lambda name: runs)
-    monkeypatch.setattr(opening, "ENGINE_WIDTHS", (4, 8))
+    monkeypatch.setattr(opening.providers, "ENGINE_WIDTHS", (4, 8))
 
 
 @pytest.fixture
