@@ -20,7 +20,7 @@ from jetdraft.runtime.planning.options import GenerateOptions
 from jetdraft.runtime.text.template import user_message
 
 HELP_TEXT = """/stats       print the stats of the last reply
-/reset       start again
+/reset       start again, without images
 /save FILE   save the conversation
 /load FILE   continue a saved conversation
 /image FILE  show an image with the next message
@@ -119,19 +119,18 @@ def _read_message() -> str | None:
 def _print_reply(talk: Conversation, line: str, images: list[PictureInput]) -> None:
     """Print the model's reply, in a terminal its thought too; Ctrl-C ends it only.
 
-    The message takes the images away.
+    The images wait for another message if there is an error.
     """
-    shown = [*images]
-    images.clear()
     shows_thoughts, after_thought = sys.stdout.isatty(), False
     with contextlib.suppress(KeyboardInterrupt):  # the reply so far is kept
-        for piece in talk.say(line, images=shown):
+        for piece in talk.say(line, images=images):
             if piece.thought and shows_thoughts:
                 click.secho(piece.thought, nl=False, dim=True)
                 after_thought = True
             if piece.text:
                 click.echo("\n\n" * after_thought + piece.text, nl=False)
                 after_thought = False
+    images.clear()
     click.echo()
 
 
@@ -139,6 +138,7 @@ def _run_command(talk: Conversation, line: str, images: list[PictureInput]) -> N
     order, *rest = line.split(maxsplit=1)
     if order == "/reset":
         talk.reset()
+        images.clear()
     elif order == "/stats" and talk.last is not None:
         stats = talk.last.stats
         kept = f"{stats.reused_tokens} of {stats.prompt_tokens} prompt tokens kept"

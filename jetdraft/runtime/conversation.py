@@ -10,7 +10,7 @@ from jetdraft.errors import JetdraftError, OptionError, as_error
 from jetdraft.files import write_text
 from jetdraft.parsing import read_json_file
 from jetdraft.runtime.model import Model
-from jetdraft.runtime.passes.pictures import read_picture
+from jetdraft.runtime.passes.pictures import read_picture, url_of
 from jetdraft.runtime.piece import Piece, Result
 from jetdraft.runtime.planning.options import GenerateOptions, Options
 from jetdraft.runtime.stream import Stream
@@ -134,11 +134,8 @@ class Conversation:
         self.messages, self.last = list(self._opening), None
 
     def save(self, file: str | Path) -> None:
-        """Write the messages to a JSON file; raises `OutputError`, or `OptionError`."""
-        if take_images(self.messages)[1]:
-            fact = "a conversation with images cannot be saved"
-            raise OptionError(f"{fact}; keep the images, and start again", "file")
-        text = json.dumps(self.messages, ensure_ascii=False, indent=2)
+        """Write the messages to a JSON file, images as PNG; raises `OutputError`."""
+        text = json.dumps(self.messages, ensure_ascii=False, indent=2, default=url_of)
         write_text(Path(file), f"{text}\n")
 
     def load(self, file: str | Path) -> None:
@@ -146,7 +143,7 @@ class Conversation:
         fact = f"{file} is not a saved conversation"
         fix = "give a file of /save (Conversation.save)"
         with as_error(OptionError, (OSError, ValueError), fact, fix, "file"):
-            messages = read_json_file(Path(file), most_bytes=1 << 26, exact=True)
+            messages = read_json_file(Path(file), most_bytes=1 << 28, exact=True)
         self.messages = check_messages(messages)
 
     def _fit_messages(
