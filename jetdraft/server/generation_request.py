@@ -421,6 +421,8 @@ def read_part(part: object, at: str) -> Message:
             return {"type": "image", "image": image}
         case {"image_url": {"url": str(data)} | str(data)}:
             pass
+        case {"type": "image", "source": {"type": "url", "url": str(data)}}:
+            pass
         case {"type": "image", "source": {"type": "base64", "data": str(text)}}:
             data = f"data:;base64,{text}"
         case _:

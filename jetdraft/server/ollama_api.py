@@ -85,7 +85,7 @@ def loaded(name: str, asked: Json) -> Json:
 
 
 def _with_images(text: str, images: Sequence[str], at: str) -> list[Json]:
-    urls = enumerate(f"data:;base64,{image}" for image in images)
+    urls = enumerate(x if "://" in x else f"data:;base64,{x}" for x in images)
     parts = [read_part({"image_url": url}, f"{at}[{place}]") for place, url in urls]
     return [*parts, {"type": "text", "text": text}]
 
