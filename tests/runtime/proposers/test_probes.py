@@ -173,10 +173,8 @@ def test_probes_of_passes_are_those_of_training(models, kind):
                 prompts.values.zero_()
     graph = model.parts.target
     graph.cache.rewind(0)
-    answer = graph.run(
-        PROMPT,
-        probing=Probing(SETTINGS["ppd"].gamma if changes else SETTINGS[kind].gamma),
-    )
+    gamma = SETTINGS["ppd" if changes else kind].gamma
+    answer = graph.run(PROMPT, probing=Probing(gamma))
     for row, wanted in zip((4, 11, 19), expected[0], strict=True):
         np.testing.assert_allclose(answer.probes[row].logits, wanted, atol=1e-4)
     if kind == "forecast":
@@ -326,9 +324,8 @@ def test_scores_are_those_of_the_early_exit(models, tmp_path):
         ids = torch.tensor([[*PROMPT, *[rows.tokens[i] for i in rows.ancestors[row]]]])
         at = torch.arange(ids.shape[1])
         with torch.no_grad():
-            _, early, _ = streamed(
-                ids, at[None], at[:0], at[:0], at, early=at, use_cache=False
-            )
+            read = ids, at[None], at[:0], at[:0], at
+            _, early, _ = streamed(*read, early=at, use_cache=False)
         expected = early[0, -1].log_softmax(-1)[rows.tokens[row]]
         assert scores[row] == pytest.approx(float(expected), abs=1e-4)
 
@@ -363,11 +360,8 @@ def test_both_halves_hold_what_a_fresh_prefill_holds(models, exact):
     committed = halves.commit([0, 1, 2], ends_at_gap=exact)
     assert committed == (1 if exact else 3)
     length = len(PROMPT) + committed
-    buffers = [
-        buffer
-        for cache in (halves.cache, halves.cache.upper)
-        for buffer in cache.buffers.values()
-    ]
+    pair = halves.cache.buffers, halves.cache.upper.buffers
+    buffers = [buffer for of_half in pair for buffer in of_half.values()]
     found = [buffer.numpy()[:, :, :length].copy() for buffer in buffers]
     halves.cache.rewind(0)
     halves.run([*PROMPT, 9, 7, 6][:length])

@@ -141,11 +141,10 @@ def test_an_exact_generation_after_a_lossy_one_reads_all_rows(model):
     prompt = (model.parts.text.encode(PERIOD) * 8)[:48]
     how = {"token_ids": prompt, "max_new_tokens": 4}
     kept = []
+    lossy = {"method": "none", "exact": False, "drafting": {"select_kv": True}}
     for is_first in (True, False):
         if not is_first:
-            model.generate(
-                **how, method="none", exact=False, drafting={"select_kv": True}
-            )
+            model.generate(**how, **lossy)
         model.forget()
         model.generate(**how, method="kangaroo", num_draft_tokens=3)
         kept.append(rows_of(model.parts.target.cache.buffers, 40))
