@@ -94,8 +94,8 @@ class ToolCall:
     """A call that a model wrote: the function's `name` and its `arguments`.
 
     `arguments` is JSON of the function's schema. The `id` is random, in the form that
-    all known chat templates take. `text` has the arguments as the model wrote them, if
-    it wrote a JSON object.
+    all known chat templates take. `text` has the arguments as JSON, as the model wrote
+    them or translated while they were written.
 
         [call] = model.chat(messages, tools=tools).calls
         call.name, call.arguments    # "read_sensor", {"sensor": "battery"}
@@ -266,11 +266,13 @@ class Tools:
     def _read_begun(self, text: str, at: int) -> tuple[list[ToolCall], int]:
         """Calls at a place, of which the last may break off, and where they end."""
         calls, form = list[ToolCall](), self.format
-        while (form.listed or not calls) and (head := self._head.match(text, at)):
-            arguments, (written, at) = None, self._arguments(head[1], text, head.end())
+        mark = "[" * form.listed
+        while (head := self._head.match(text, at)) and head["mark"] == mark:
+            name, mark, arguments = head["name"], ",", None
+            written, at = self._arguments(name, text, head.end())
             with suppress(*_BROKEN):
                 arguments = json.loads(written)
-            calls.append(ToolCall(head[1], arguments, text=written))
+            calls.append(ToolCall(name, arguments, text=written))
             if form.name is None:  # the object that holds them
                 with suppress(ValueError):
                     at = _skip(text, at, "}")
@@ -279,13 +281,14 @@ class Tools:
     @cached_property
     def _head(self) -> re.Pattern[str]:
         """A call up to its arguments, or to the `{` of arguments that are JSON."""
-        form, names = self.format, "|".join(map(re.escape, self.names))
-        first = r"\s*[\[,]\s*" if form.listed else r"\s*"
+        form = self.format
+        name = f"(?P<name>{'|'.join(map(re.escape, self.names))})"
+        first = rf"\s*(?P<mark>[\[,]{{{int(form.listed)}}})\s*"
         if form.name:
             before, after = re.escape(form.name[0].strip()), re.escape(form.name[1])
             ahead = "" if form.pair else r"(?=\{)"
-            return re.compile(f"{first}{before}({names}){after}{ahead}")
-        keys = rf'\s*"name"\s*:\s*"({names})"\s*,\s*"{form.arguments}"\s*:\s*'
+            return re.compile(f"{first}{before}{name}{after}{ahead}")
+        keys = rf'\s*"name"\s*:\s*"{name}"\s*,\s*"{form.arguments}"\s*:\s*'
         return re.compile(first + r"\{" + keys + r"(?=\{)")
 
     def _arguments(self, name: str, text: str, at: int) -> tuple[str, int]:
@@ -293,17 +296,20 @@ class Tools:
         if self.format.pair is None:
             return _read_value(text, at)
         if self.format.quotes == _QUOTE:
-            return _read_gemma(text, at - 1, self.format.end)
+            return _read_gemma(text, at - 1)
         tool = next(t for t in self.functions if t["function"]["name"] == name)
         properties, parts = _properties(tool["function"]), list[str]()
         key, read, close = _NOTATIONS[self.format.quotes]
+        end = ""
         while match := key.match(text, at):
             value, at = read(text, match.end(), properties.get(match[1], {}))
             parts.append(f"{json.dumps(match[1])}: {value}")
-        written = "{" + ", ".join(parts)
-        with suppress(ValueError):
-            return written + "}", _skip(text, at, close)
-        return written, len(text)
+            if not value:
+                break
+        else:
+            with suppress(ValueError):
+                at, end = _skip(text, at, close), "}"
+        return "{" + ", ".join(parts) + end, at
 
     def _find_call(self, text: str, start: int) -> int:
         """Where the next call begins, from `start` on; -1 without a call."""
@@ -319,10 +325,8 @@ class Tools:
         form = self.format
         if form.name is None:
             value, end = _decode(text, _skip(text, at))
-            keys, listed = (
-                ("arguments", "parameters"),
-                value if form.listed else [value],
-            )
+            listed = value if form.listed else [value]
+            keys = "arguments", "parameters"
             pairs = [(c["name"], c[keys["arguments" not in c]]) for c in listed]
         else:
             pairs = [(call.name, json.loads(call.text)) for call in begun]
@@ -330,11 +334,8 @@ class Tools:
         # Infinite numbers and lone surrogates are no JSON.
         json.dumps(pairs, ensure_ascii=False, allow_nan=False).encode()
         same = (p == (c.name, c.arguments) for p, c in zip(pairs, begun, strict=False))
-        if (
-            not pairs
-            or not {name for name, _ in pairs} <= {*self.names}
-            or not all(same)
-        ):
+        is_known = {name for name, _ in pairs} <= {*self.names}
+        if not (pairs and is_known and all(same)):
             raise ValueError(text)
         after_space = _skip(text, end)
         if form.end and text.startswith(form.end, after_space):
@@ -370,47 +371,61 @@ _PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
 
 
 def _read_value(text: str, at: int) -> tuple[str, int]:
-    """A value in JSON, as far as it is written, and its end."""
-    end = len(text)
+    """A value in JSON, as far as it is written, and where that ends."""
     with suppress(*_BROKEN):
         _, end = _decode_long(text, at)
+        return text[at:end], end
+    end = len(text) if text.startswith(('"', "[", "{"), at) else at
     return text[at:end], end
 
 
 def _read_python(text: str, at: int, _: Schema) -> tuple[str, int]:
-    """A value in Python's notation as JSON, as far as it is written, and its end."""
-    if text[at : at + 1] not in "TFN":
-        return _read_value(text, at)
+    """A value in Python's notation as JSON, like `_read_value`."""
     words = (word for word in _PYTHON_WORDS if text.startswith(word, at))
-    return next(((_PYTHON_WORDS[w], at + len(w)) for w in words), ("", len(text)))
+    found = next(((_PYTHON_WORDS[w], at + len(w)) for w in words), None)
+    return found or _read_value(text, at)
 
 
-def _read_gemma(text: str, at: int, mark: str) -> tuple[str, int]:
-    """Arguments in Gemma's notation, `{x:<|"|>a<|"|>,y:[1]}`, like `_read_python`."""
-    written, closed, _ = text[at:].partition(mark)
-    parts = (written if closed else _sure(written, mark)).split(_QUOTE)
-    is_text = len(parts) % 2 == 0
-    if not closed:  # A mark, a key or a number may go on.
-        sure = len(_sure(parts[-1], _QUOTE)), 1 + max(map(parts[-1].rfind, "{}[],:"))
-        parts[-1] = parts[-1][: sure[not is_text]]
-    for place, part in enumerate(parts):
-        keyed = re.sub(r"([{,]\s*)([^\s{}\[\],:]+)\s*:", r'\1"\2":', part)
-        parts[place] = json.dumps(part) if place % 2 else keyed
-    end = None if closed or not is_text else -1
-    return "".join(parts)[:end], at + len(written)
+def _read_gemma(text: str, at: int) -> tuple[str, int]:
+    """Arguments in Gemma's notation, `{x:<|"|>a<|"|>,y:[1]}`, like `_read_value`."""
+    parts, depth = list[str](), 0
+    while token := _GEMMA_TOKEN.match(text, at):
+        said, key = token["said"], token["key"]
+        if said is not None and not token["end"]:
+            sure = _sure(said, _QUOTE)
+            parts.append(json.dumps(sure)[:-1])
+            return "".join(parts), at + len(_QUOTE + sure)
+        quoted = key if said is None else said
+        parts.append(token[0] if quoted is None else json.dumps(quoted))
+        at = token.end()
+        depth += (token[0] in "{[") - (token[0] in "}]")
+        if not depth:
+            break
+    return "".join(parts), at
+
+
+# A text, a key, a number or word that has ended, or a sign.
+_GEMMA_TOKEN = re.compile(
+    r'<\|"\|>(?P<said>.*?)(?P<end><\|"\|>|\Z)|(?P<key>[^\s{}\[\],:<]+)(?=\s*:)'
+    r"|[^\s{}\[\],:<]+(?=\s*[,}\]])|[\s{}\[\],:]",
+    re.DOTALL,
+)
 
 
 def _read_parameter(text: str, at: int, schema: Schema) -> tuple[str, int]:
-    """A value in XML of Qwen3-Coder as JSON, as far as it is written, and its end."""
+    """A value in XML of Qwen3-Coder as JSON, like `_read_value`; a text in pieces."""
     value, closed, _ = text[at:].partition(mark := "\n</parameter>\n")
-    at += len(value + closed)
-    value = (value if closed else _sure(value, mark)).removeprefix("\n")
+    is_text = schema.get("type") == "string" or bool(_texts(schema))
+    if not closed:
+        sure = _sure(value, mark) if is_text else ""
+        quoted = json.dumps(sure.removeprefix("\n"))[:-1]
+        return quoted if is_text else "", at + len(sure)
+    at, value = at + len(value + closed), value.removeprefix("\n")
     written = json.dumps(value)
-    if schema.get("type") == "string" or _texts(schema):
-        return written if closed else written[:-1], at
-    with suppress(ValueError, RecursionError):
-        written = json.dumps(json.loads(_PYTHON_WORDS.get(value, value)))
-    return written if closed else "", at
+    if not is_text:
+        with suppress(ValueError, RecursionError):
+            written = json.dumps(json.loads(_PYTHON_WORDS.get(value, value)))
+    return written, at
 
 
 # Of formats by `quotes`: a key's pattern, the reader of values, the end of a call.

@@ -392,7 +392,8 @@ def test_several_calls_are_read(model, name):
 @pytest.mark.parametrize(
     "text",
     ["[f(1)]", "[f(**{})]", "[f(x=y)]", "[f(x={1, 2})]", "[f(x=1j)]", "[f", "f(x=1)",
-     "[f(x=b'a')]", f"[f(x={'-' * 9999}1)]", f"[f(x={'(' * 9999}1{')' * 9999})]"],
+     "[f(x=b'a')]", f"[f(x={'-' * 9999}1)]", f"[f(x={'(' * 9999}1{')' * 9999})]",
+     "[f()[f()]", "[,f()]"],
 )  # fmt: skip
 def test_python_that_is_no_call_is_text(text):
     assert Tools([F], format=CallFormat.of("[func_name1(")).read(text) == ([], text)
