@@ -20,8 +20,8 @@ from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.methods.eagle.task import EagleSettings, EagleTask
 from jetdraft.quant.divergence import Divergence, Windows, own_attention
 from jetdraft.recipe import Recipe
-from jetdraft.runtime.measured.cost_model import MIN_MS
-from tests import cases
+from jetdraft.runtime.measured.cost_model import MIN_MS, Curve
+from tests import cases, same_text
 from tests.checkpoints.heads import layouts
 from tests.checkpoints.heads import test_acceptance_gate as gate
 from tests.checkpoints.heads.conftest import watched
@@ -153,6 +153,42 @@ def test_a_generation_counts_the_experts_of_its_last_rows(made, tmp_path):
         curve.expert, before = 0.5, curve.passes[4]
         more_ms = 0.5 * (counts[3] - curve.experts[4])
         assert curve.pass_ms(4) == pytest.approx(max(before + more_ms, MIN_MS))
+
+
+def routed(overlapping):
+    """Weights whose text counts to 31; a token picks its experts, or all pick two."""
+
+    def change(own):
+        eye = torch.eye(64)[torch.arange(VOCAB_SIZE) % 64]
+        small = {n: t / 1e3 for n, t in own.items() if "o_proj" in n or "down" in n}
+        gates = {n: torch.eye(64) * (not overlapping) for n in own if ".gate." in n}
+        ends = {"model.embed_tokens.weight": eye, "lm_head.weight": eye.roll(1, 0)}
+        return own | small | gates | ends
+
+    return change
+
+
+def test_drafting_stops_where_experts_do_not_overlap(tmp_path, monkeypatch):
+    """Rows are free but for the experts that they touch; all drafts are right."""
+    config, drafted = MIXTURES["qwen3_moe"](), []
+    config.num_experts, config.tie_word_embeddings = 64, False
+    monkeypatch.setattr(Curve, "learn", lambda *_: None)
+    for overlapping in (True, False):
+        source = save_checkpoint(tmp_path / f"source-{overlapping}", config)
+        edit(source, routed(overlapping))
+        bundle = exported(source, tmp_path / f"bundle-{overlapping}", **SIZES)
+        with jetdraft.load(bundle.path, threads=1) as model:
+            plain, _ = tokens_of(model, PROMPT, Sampling(), tokens=120)
+            assert len(set(plain[-32:])) == 32
+            curve, widths = model.parts.curve, range(1, 17)
+            curve.passes = {w: 1 + 1.2 * (w - 1) for w in widths}
+            curve.experts, curve.expert = {w: 4.0 * w for w in widths}, 0.3
+            proposer = Scripted(np.array(plain), SPOILS[0])
+            how = {"length": None, "tokens": 120}
+            tokens, stats = tokens_of(model, PROMPT, Sampling(), proposer, **how)
+            assert tokens == plain
+            drafted.append(stats.drafted_tokens / stats.target_passes)
+    assert drafted[0] > 5 > 0.5 > drafted[1], drafted
 
 
 @pytest.mark.parametrize("name", ["gpt_oss", "qwen3_moe"])
@@ -333,16 +369,11 @@ def test_an_mtp_module_with_experts_drafts_what_it_learned(learned, mistake, tmp
     head = shutil.copytree(learned / "head", tmp_path / "head")
     edit(head, lambda own: {n: MISTAKES[mistake](n, t) for n, t in own.items()})
     bundle = exported(learned / "target", tmp_path / "b", head=head, **SIZES)
-    words = gate.text().tolist()
-    how = {"token_ids": words[:40], "max_new_tokens": 90, "ignore_eos": True}
+    words, chain = gate.text().tolist(), {"method": "eagle", "num_draft_tokens": 3}
+    tree = {"method": "eagle", "drafting": {"tree": "k-ary", "branching": (2, 2)}}
+    how = {"token_ids": words[:40], "max_new_tokens": 90}
     with jetdraft.load(bundle.path, threads=1) as model:
-        plain = model.generate(method="none", **how).token_ids
-        assert np.mean(np.equal(plain, words[40:130])) > 0.95
-        drafted = model.generate(method="eagle", num_draft_tokens=3, **how)
-        assert drafted.token_ids == plain
-        tree = {"tree": "k-ary", "branching": (2, 2)}
-        branched = model.generate(method="eagle", drafting=tree, **how)
-        assert branched.token_ids == plain
-        rates = drafted.stats.acceptance_rate, branched.stats.acceptance_rate
-    for rate in rates:
-        assert rate < 0.6 if mistake else rate > 0.75, rates
+        results = same_text(model, [chain, tree], [{}], **how)
+    assert np.mean(np.equal(results[0].token_ids, words[40:130])) > 0.95
+    rates = [result.stats.acceptance_rate for result in results]
+    assert all(rate < 0.6 if mistake else rate > 0.75 for rate in rates), rates

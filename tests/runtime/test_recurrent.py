@@ -20,7 +20,7 @@ from jetdraft.methods.glide.assistant import Assistant
 from jetdraft.runtime.measured.survey import Survey
 from jetdraft.runtime.passes.binding import PassBinding
 from jetdraft.runtime.sampling.chooser import Sampling
-from tests import cases, programs, tiny
+from tests import cases, programs, same_text, tiny
 from tests.checkpoints.heads import layouts
 from tests.checkpoints.heads import test_acceptance_gate as gate
 from tests.checkpoints.heads.test_mtp import edit
@@ -256,13 +256,11 @@ def test_an_assistant_drafts_what_it_learned(learned, mistake, tmp_path, monkeyp
         place = property(own, lambda one, layers: vars(one).update(layers=layers))
         monkeypatch.setattr(Assistant, "target_layers", place, raising=False)
     bundle = exported(learned / "target", tmp_path / "b", head=head, capacity=256)
-    words = gate.text().tolist()
-    how = {"token_ids": words[:40], "max_new_tokens": 90, "ignore_eos": True}
+    words, shape = gate.text().tolist(), {"method": "glide", "num_draft_tokens": 3}
+    how = {"token_ids": words[:40], "max_new_tokens": 90}
     with jetdraft.load(bundle.path, threads=1) as model:
-        plain = model.generate(method="none", **how).token_ids
-        assert np.mean(np.equal(plain, words[40:130])) > 0.95
-        drafted = model.generate(method="glide", num_draft_tokens=3, **how)
-        assert drafted.token_ids == plain
+        [drafted] = same_text(model, [shape], [{}], **how)
+    assert np.mean(np.equal(drafted.token_ids, words[40:130])) > 0.95
     rates, mean = drafted.stats.accepted_by_position, drafted.stats.acceptance_rate
     assert mean < 0.6 if mistake else len(rates) == 3 and min(rates) > 0.75, rates
 
