@@ -194,18 +194,16 @@ LISTED = "<TOOLCALL>[{...}]</TOOLCALL>"
 
 
 @pytest.mark.parametrize("size", [1, 7, 9999])
-@pytest.mark.parametrize(
-    ("text", "reason", "statuses"),
-    [
-        (f"Hi {CALLED}", "stop", ["completed"]),
-        (f"{CUT}}}", "stop", ["incomplete"]),
-        (f"{CUT}e999}}}}</tool_call> Bye", "stop", ["incomplete"]),
-        (f"{CUT[:-1]}{'[' * 3000}", "length", ["incomplete"]),
-        (f"{CALLED}\n{CALLED}", "stop", ["completed"] * 2),
-        (f"{CALLED}\n{CUT}", "length", ["completed", "incomplete"]),
-        (f"<TOOLCALL>[{OBJECT}, {OBJECT}]", "stop", ["completed"] * 2),
-        (f"<TOOLCALL>[{OBJECT}, {OBJECT}", "stop", ["incomplete"] * 2),
-    ],
+@cases(
+    "text, reason, statuses",
+    (f"Hi {CALLED}", "stop", ["completed"]),
+    (f"{CUT}}}", "stop", ["incomplete"]),
+    (f"{CUT}e999}}}}</tool_call> Bye", "stop", ["incomplete"]),
+    (f"{CUT[:-1]}{'[' * 3000}", "length", ["incomplete"]),
+    (f"{CALLED}\n{CALLED}", "stop", ["completed"] * 2),
+    (f"{CALLED}\n{CUT}", "length", ["completed", "incomplete"]),
+    (f"<TOOLCALL>[{OBJECT}, {OBJECT}]", "stop", ["completed"] * 2),
+    (f"<TOOLCALL>[{OBJECT}, {OBJECT}", "stop", ["incomplete"] * 2),
     ids=lambda value: str(value)[:40],
 )
 def test_responses_tell_a_broken_call_from_a_call_to_run(size, text, reason, statuses):

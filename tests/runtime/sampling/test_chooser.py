@@ -16,15 +16,12 @@ from jetdraft.runtime.sampling.processors import (
     apply_changes,
     best_ids,
 )
+from tests import cases
 
 VOCABULARIES = (64, 300, 5_000, 50_000)
 ROWS = 6
 FILTERS = [
-    {},
-    {"top_k": 1},
-    {"top_k": 100},
-    {"top_p": 0.9},
-    {"min_p": 0.05},
+    *({}, {"top_k": 1}, {"top_k": 100}, {"top_p": 0.9}, {"min_p": 0.05}),
     {"top_k": 50, "top_p": 0.8, "min_p": 0.01},
     # Here top-p alone does not close within the candidates, and min-p must not hide it.
     {"top_p": 0.5, "min_p": 0.01},
@@ -87,7 +84,7 @@ def slow(logits, sampling, positions):
     return chosen
 
 
-def cases(spread, seed):
+def spread_cases(spread, seed):
     generator = np.random.default_rng(seed)
     for vocab in VOCABULARIES:
         logits = generator.normal(size=(ROWS, vocab)) * spread
@@ -98,7 +95,7 @@ def cases(spread, seed):
 @pytest.mark.parametrize("temperature", [0.0, 0.3, 1.0, 2.0])
 @every_spread
 def test_filters(spread, temperature, options):
-    for seed, (_, logits) in enumerate(cases(spread, 1)):
+    for seed, (_, logits) in enumerate(spread_cases(spread, 1)):
         sampling = Sampling(temperature, seed=seed, **options)
         positions = range(100 * seed, 100 * seed + ROWS)
         chosen = Chooser(sampling).choose(answer(logits), positions)
@@ -109,7 +106,7 @@ def test_filters(spread, temperature, options):
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @every_spread
 def test_penalties(spread, temperature, options):
-    for seed, (_, logits) in enumerate(cases(spread, 2)):
+    for seed, (_, logits) in enumerate(spread_cases(spread, 2)):
         chooser = Chooser(
             Sampling(temperature, seed=seed, **options),
             [PenaltyProcessor(PENALTIES, PROMPT)],
@@ -123,7 +120,7 @@ def test_penalties(spread, temperature, options):
 
 
 def test_penalties_before_any_output():
-    ((_, logits),) = [case for case in cases(0.01, 5) if case[0] == 5_000]
+    ((_, logits),) = [case for case in spread_cases(0.01, 5) if case[0] == 5_000]
     sampling = Sampling(1.0)
     presence = PenaltyProcessor(Penalties(presence_penalty=1.0), PROMPT)
     chooser = Chooser(sampling, [presence])
@@ -136,7 +133,7 @@ def test_penalties_before_any_output():
 @every_spread
 def test_masks(spread, temperature, share):
     """The share of allowed tokens decides how the best of them are found."""
-    for seed, (vocab, logits) in enumerate(cases(spread, 3)):
+    for seed, (vocab, logits) in enumerate(spread_cases(spread, 3)):
         generator = np.random.default_rng(seed)
         allowed = generator.random((ROWS, vocab)) < share
         allowed[np.arange(ROWS), generator.integers(0, vocab, ROWS)] = True
@@ -148,7 +145,7 @@ def test_masks(spread, temperature, share):
 
 
 def test_the_whole_is_computed_only_if_it_is_read():
-    ((_, logits),) = [case for case in cases(4.0, 4) if case[0] == 50_000]
+    ((_, logits),) = [case for case in spread_cases(4.0, 4) if case[0] == 50_000]
     processed = PenaltyProcessor(PENALTIES, PROMPT).process(
         answer(logits), Rows.chain([OUTPUT[-1], *DRAFT]), PROMPT + OUTPUT
     )
@@ -208,12 +205,10 @@ def test_two_close_models_tend_to_choose_alike():
     assert np.mean(p == q) > 3 * np.mean(p == independent)
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        *(("temperature", -0.1), ("temperature", float("nan")), ("top_k", -1)),
-        *(("top_p", 0.0), ("top_p", 1.1), ("min_p", 1.0), ("min_p", -0.1)),
-    ],
+@cases(
+    "name, value",
+    *(("temperature", -0.1), ("temperature", float("nan")), ("top_k", -1)),
+    *(("top_p", 0.0), ("top_p", 1.1), ("min_p", 1.0), ("min_p", -0.1)),
 )
 def test_out_of_range(name, value):
     with pytest.raises(OptionError, match="out of range"):
@@ -244,14 +239,12 @@ def process(penalties, rows, context, prompt):
     return PenaltyProcessor(penalties, prompt).process(answer(logits, 3), rows, context)
 
 
-@pytest.mark.parametrize(
-    ("penalty", "expected"),
-    [
-        ({"repetition_penalty": 2.0}, [[1, -1, 0.5, 1.5], [0.5, 0.5, -2, 0]]),
-        ({"presence_penalty": 1.0}, [[2, -1, 0.5, 2], [1, 0, -2, -1]]),
-        ({"frequency_penalty": 1.0}, [[2, -1, 0.5, 1], [1, 0, -2, -2]]),
-        ({"logit_bias": {2: 10.0}}, [[2, -1, 10.5, 3], [1, 1, 8, 0]]),
-    ],
+@cases(
+    "penalty, expected",
+    ({"repetition_penalty": 2.0}, [[1, -1, 0.5, 1.5], [0.5, 0.5, -2, 0]]),
+    ({"presence_penalty": 1.0}, [[2, -1, 0.5, 2], [1, 0, -2, -1]]),
+    ({"frequency_penalty": 1.0}, [[2, -1, 0.5, 1], [1, 0, -2, -2]]),
+    ({"logit_bias": {2: 10.0}}, [[2, -1, 10.5, 3], [1, 1, 8, 0]]),
 )
 def test_each_rule_by_hand(penalty, expected):
     """Prompt 0, then 3 twice; the row below the root carries 1."""
@@ -274,12 +267,10 @@ def test_siblings_see_only_their_own_path():
     np.testing.assert_allclose(penalized[2], LOGITS[0] - [1, 0, 0, 1])
 
 
-@pytest.mark.parametrize(
+@cases(
     "way",
-    [
-        *({"repetition_penalty": 1.3}, {"presence_penalty": 1.5}),
-        *({"frequency_penalty": 0.7}, {"logit_bias": {7: 5.0, 40: -9.0, 41: 3.0}}),
-    ],
+    *({"repetition_penalty": 1.3}, {"presence_penalty": 1.5}),
+    *({"frequency_penalty": 0.7}, {"logit_bias": {7: 5.0, 40: -9.0, 41: 3.0}}),
     ids=str,
 )
 def test_a_penalty_changes_the_text_and_no_draft_does(model, way):
@@ -310,18 +301,16 @@ def test_a_ban_is_kept_and_a_wish_is_granted(model):
     assert set(model.generate(**options, logit_bias={9: 100.0}).token_ids) == {9}
 
 
-@pytest.mark.parametrize(
-    ("wrong", "words"),
-    [
-        ({"logit_bias": {"a": 1.0}}, "ids of tokens"),
-        ({"logit_bias": {1: float("nan")}}, "not a number"),
-        ({"logit_bias": [1]}, "is not a mapping"),
-        ({"logit_bias": {288: 1.0}}, "outside the vocabulary"),
-        ({"repetition_penalty": 0.0}, "repetition penalty 0.0 is out of range"),
-        ({"presence_penalty": 101.0}, "presence penalty"),
-        ({"frequency_penalty": float("nan")}, "frequency penalty"),
-        ({"repetition_penalty": "1"}, "not a number"),
-    ],
+@cases(
+    "wrong, words",
+    ({"logit_bias": {"a": 1.0}}, "ids of tokens"),
+    ({"logit_bias": {1: float("nan")}}, "not a number"),
+    ({"logit_bias": [1]}, "is not a mapping"),
+    ({"logit_bias": {288: 1.0}}, "outside the vocabulary"),
+    ({"repetition_penalty": 0.0}, "repetition penalty 0.0 is out of range"),
+    ({"presence_penalty": 101.0}, "presence penalty"),
+    ({"frequency_penalty": float("nan")}, "frequency penalty"),
+    ({"repetition_penalty": "1"}, "not a number"),
 )
 def test_wrong_values_are_refused(model, wrong, words):
     with pytest.raises(OptionError, match=words):
