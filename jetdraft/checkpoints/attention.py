@@ -337,10 +337,15 @@ def compute_experts(
         state = active_state()
         state.experts.append(top_k_index + state.expert_count)
         state.expert_count += module.num_experts
-    own = type(module).forward.__wrapped__
-    compute = moe.batched_mm_experts_forward if torch.compiler.is_exporting() else own
-    result: Tensor = compute(module, hidden_states, top_k_index, top_k_weights)
-    return result
+    if not torch.compiler.is_exporting():
+        own = type(module).forward.__wrapped__
+        return own(module, hidden_states, top_k_index, top_k_weights)  # type: ignore
+    count = top_k_index.shape[1]
+    rows = hidden_states.repeat_interleave(count, 0)
+    each = (chosen.reshape(-1, 1) for chosen in (top_k_index, top_k_weights))
+    parts = moe.batched_mm_experts_forward(module, rows, *each)
+    # A ReduceSum over more than two experts adds a single row's in another order.
+    return sum(parts.view(-1, count, parts.shape[1]).unbind(1))  # type: ignore
 
 
 moe.ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, compute_experts)

@@ -171,13 +171,9 @@ def export(request: ExportRequest) -> Bundle:
         _refuse_measuring(options)
     drafter, head = request.drafter, request.head
     bundle: Bundle = exporter.export(
-        str(request.target),
-        request.output,
-        None if drafter is None else str(drafter),
-        options,
-        request.progress,
-        None if head is None else str(head),
-    )
+        str(request.target), request.output, None if drafter is None else str(drafter),
+        options, request.progress, None if head is None else str(head),
+    )  # fmt: skip
     return bundle
 
 
@@ -210,13 +206,10 @@ def _check_fits(request: ExportRequest) -> None:
             fact = f"--device reads a folder or a GGUF file, and {folder} is not there"
             raise OptionError(f"{fact}; download it first")
     question = Question(
-        folders[0],
-        request.device,
-        folders[1] if request.drafter else None,
-        request.recipe.scheme if request.recipe else None,
-        request.capacity,
+        folders[0], request.device, folders[1] if request.drafter else None,
+        request.recipe.scheme if request.recipe else None, request.capacity,
         provider=request.provider,
-    )
+    )  # fmt: skip
     answer = plan(question)
     if not answer.fits:
         raise does_not_fit_error(question, answer)
