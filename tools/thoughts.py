@@ -1,6 +1,6 @@
 """Lets a made model think with published chat templates, behind the server.
 
-    python tools/thoughts.py FOLDER
+    python -m tools.thoughts FOLDER
 
 FOLDER has templates, as NAME.jinja. The model is random, so its thoughts are noise:
 what counts is that a thought ends at its budget, that an answer in a form follows, that
@@ -95,7 +95,11 @@ def examine(path: Path) -> list[object]:
             "after a tool": ([USER, call_after(""), RESULT], {"enable_thinking": True}),
         }
         answers = ((way, ask(address, ways[way][0], **ways[way][1])) for way in ways)
-        way, (thought, text, usage) = next(found for found in answers if found[1][0])
+        first = next((answer for answer in answers if answer[1][0]), None)
+        if first is None:
+            fact = f"{path.name}.jinja never thinks; give templates that do"
+            raise click.ClickException(fact)
+        way, (thought, text, usage) = first
         messages, more = ways[way]
         assert re.fullmatch(ANSWER, text), text
         spent = usage["completion_tokens_details"]["reasoning_tokens"]
