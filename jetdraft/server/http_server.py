@@ -43,7 +43,8 @@ class HttpServer(uvicorn.Server):
         self.limiter = ConnectionLimiter(per_peer, MAX_BUSY_CLIENTS * per_peer)
         self._service, self._drain = service, drain
         self._systemd, self._alive_at = Systemd(os.environ), 0.0
-        self.must_cut = False  # True when one more Ctrl-C has come.
+        # Whether one more Ctrl-C has come, and whether it cut texts.
+        self._must_cut, self.has_cut = False, False
         protocol: Any = partial(Connection, self.limiter)
         config = uvicorn.Config(
             log_requests(service.app(host)),
@@ -81,14 +82,15 @@ class HttpServer(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Start the shutdown; a Ctrl-C after it cuts the running texts."""
         if self.should_exit and sig == signal.SIGINT:
-            self.must_cut |= bool(self._service.desk.jobs)
+            self._must_cut = True
         else:
             super().handle_exit(sig, frame)
 
     async def _check_regularly(self) -> None:
         """Drop slow connections and notify the watchdog, every `SWEEP_SECONDS`."""
         while True:
-            if self.must_cut:
+            if self._must_cut:  # also a text whose request came later
+                self.has_cut |= bool(self._service.desk.jobs)
                 self._service.desk.end_jobs()
             self.limiter.drop_slow(asyncio.get_running_loop().time())
             # The watchdog must know that the loop runs and no text is past its end.
@@ -152,7 +154,7 @@ def run(service: Service, sockets: list[socket.socket], host: str, drain: int) -
     server = HttpServer(service, host, drain)
     with suppress(KeyboardInterrupt, SystemExit):
         server.run(sockets=sockets)
-    return 128 + signal.SIGINT if server.must_cut else 0
+    return 128 + signal.SIGINT if server.has_cut else 0
 
 
 class Systemd:

@@ -21,7 +21,7 @@ from jetdraft.server.request_queue import MIN_ROWS, PrefixFolder
 from tests.programs import assert_refused, jetdraft, without
 from tests.runtime.test_conversation import with_template
 from tests.server.conftest import LIMITS
-from tests.server.serving import connect, served, started, until
+from tests.server.serving import connect, read, request, served, started, until
 
 LONG = {
     "model": "toy", "prompt": "The robot sees", "max_tokens": 380, "temperature": 0.9,
@@ -117,6 +117,19 @@ def test_a_second_ctrl_c_cuts_the_text_and_answers(toy, stream):
         tokens = re.fullmatch(rf"{answered}, (\d+) tokens, \d+ ms\n", line)
         assert tokens, line
         assert int(tokens[1]) < LONG["max_tokens"]
+
+
+def test_a_second_ctrl_c_cuts_a_text_whose_request_comes_later(toy):
+    whole = request(LONG).replace(b"Host", b"Expect: 100-continue\r\nHost", 1)
+    with started(toy, slow=0.05) as (process, address), connect(address) as line:
+        line.sendall(whole[:-9])
+        assert line.recv(999).startswith(b"HTTP/1.1 100")
+        for _ in range(2):
+            process.send_signal(signal.SIGINT)
+            time.sleep(0.3)
+        line.sendall(whole[-9:])
+        assert read(line).startswith(b"HTTP/1.1 503")
+        assert process.wait(60) == 130
 
 
 def test_the_log_has_every_request_and_no_text(fresh, caplog):
@@ -286,10 +299,8 @@ def test_all_are_answered_and_none_mixed_up(toy, model):
     texts = {key: text for found in answers for key, text in found.items()}
     assert len(texts) == CLIENTS * REQUESTS
     for (prompt, seed), text in texts.items():
-        expected = model.generate(
-            prompt, method="none", temperature=0.9, seed=seed, max_new_tokens=24
-        )
-        assert text == expected.text
+        way = {"method": "none", "temperature": 0.9, "seed": seed, "max_new_tokens": 24}
+        assert text == model.generate(prompt, **way).text
     assert len(set(texts.values())) > CLIENTS * REQUESTS / 2
     assert after - before < 16e6, "memory stays"
 
@@ -314,9 +325,8 @@ def test_readiness_watchdog_and_end(manager, toy, monkeypatch):
         assert httpx.get(f"{address}/health").status_code == 200
         assert [heard(manager) for _ in range(3)] == ["WATCHDOG=1"] * 3
         process.terminate()
-        said = heard(manager)
-        while said == "WATCHDOG=1":
-            said = heard(manager)
+        while (said := heard(manager)) == "WATCHDOG=1":
+            pass
         assert said == "STOPPING=1"
         assert process.wait(60) == 0
 
