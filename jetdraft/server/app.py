@@ -151,8 +151,7 @@ class Service:
             "/v1/models": self._tell_models,
             "/v1/models/{name:path}": self._tell_models,
             "/api/version": self._serve_version,
-            "/api/tags": self._tell_ollama,
-            "/api/ps": self._tell_ollama,
+            **dict.fromkeys(("/api/tags", "/api/ps"), self._tell_ollama),
         }
         posts: dict[str, Answer] = {
             **dict.fromkeys(DIALECTS, self._serve_generation),
@@ -227,13 +226,13 @@ class Service:
             return JSONResponse(fields)
         body, chat = dialect.body(asked)
         name = self._checked_name(body.get("model", self.name))
+        if dialect not in (CHATS, COMPLETIONS):
+            for field in OPENAI_FIELDS:
+                if (value := body.pop(field, None)) and (field, value) != ("n", 1):
+                    raise RequestError(f"this API has no {field}; leave it out", field)
         limits, defaults = self.limits, self._model.defaults
         wanted = GenerationRequest.of(body, chat, limits.max_new_tokens, defaults)
         self._check_images(take_images(wanted.messages)[1])
-        if dialect not in (CHATS, COMPLETIONS):
-            asks = {**body, "n": wanted.count > 1}
-            for field in filter(asks.get, OPENAI_FIELDS):
-                raise RequestError(f"this API has no {field}; leave it out", field)
         if chat and wanted.tools is not None:
             wanted = replace(wanted, tools=self._model.fitted(wanted.tools))
         seconds = wanted.options.get("max_seconds", limits.max_seconds)
@@ -296,8 +295,7 @@ class Service:
         data = await self._read_body(request, FORM_TYPE, self.limits.max_sound_bytes)
         wanted = TranscriptionRequest.of(data, request.headers["content-type"])
         del data  # the request waits for a model with the sound alone
-        if wanted.model:
-            self._checked_name(wanted.model)
+        self._checked_name(wanted.model or self.name)
         wanted.options["max_seconds"] = self.limits.max_seconds
         job = self._start_job(request, wanted)
         return await self._finish(request, job, wanted.response)
@@ -396,11 +394,8 @@ class Metrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics with their values of now; prometheus_client calls it."""
-        requests = CounterMetricFamily(
-            "jetdraft_requests",
-            "Requests by path and status.",
-            labels=["path", "status"],
-        )
+        about = "jetdraft_requests", "Requests by path and status."
+        requests = CounterMetricFamily(*about, labels=["path", "status"])
         for (path, status), count in sorted(self.request_counts.items()):
             requests.add_metric([path, str(status)], count)
         yield requests

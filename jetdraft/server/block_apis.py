@@ -79,7 +79,9 @@ async def _steps(chunks: Chunks, blocks: list[Block]) -> Steps:
 
 def _take(body: Json, outer: str, *read: str) -> list[Any]:
     """Take fields of an object out of a body, whose others become OUTER.NAME in it."""
-    fields = {k: v for k, v in body.pop(outer, {}).items() if v is not None}
+    if not isinstance(given := body.pop(outer, {}), dict):
+        raise RequestError(f"{outer} must be an object", outer)
+    fields = {name: value for name, value in given.items() if value is not None}
     taken = [fields.pop(name, None) for name in read]
     body |= {f"{outer}.{name}": value for name, value in fields.items()}
     return taken
@@ -125,9 +127,8 @@ def _read_messages(asked: Json) -> tuple[Json, bool]:
     body = dict(asked)
     if "stop_sequences" in body:
         body["stop"] = body.pop("stop_sequences")
-    system = body.pop("system", None)
     messages = list[Json]()
-    if system:
+    if system := body.pop("system", None):
         messages.append({"role": "system", "content": read_content(system, "system")})
     for place, message in enumerate(asked["messages"]):
         for turn in _turns(message, f"messages[{place}].content"):
@@ -277,8 +278,7 @@ def _read_input(asked: Json) -> tuple[Json, bool]:
     _translate(body, form, effort, "function", "parameters")
     choice = body.get("tool_choice")
     if isinstance(choice, dict) and choice["type"] == "function":
-        name = {"name": choice["name"]}
-        body["tool_choice"] = {"type": "function", "function": name}
+        body["tool_choice"] = {"type": "function", "function": {"name": choice["name"]}}
     return {**body, "messages": messages}, True
 
 

@@ -45,7 +45,8 @@ IGNORED_FIELDS = (
     *("cache_control", "inference_geo", "keep_alive", "cache_prompt"),
     *("num_ctx", "num_batch", "num_gpu", "main_gpu", "num_thread", "num_keep", "numa"),
     *("low_vram", "f16_kv", "vocab_only", "logits_all", "use_mmap", "use_mlock"),
-    *("reasoning.summary", "reasoning.generate_summary", "text.verbosity"),
+    *("client_metadata", "reasoning.summary", "reasoning.generate_summary"),
+    *("reasoning.context", "reasoning.mode", "text.verbosity"),
 )
 # Fields that would change the answer, with the values that do not: these are ignored.
 UNSUPPORTED_FIELDS: Mapping[str, tuple[Any, ...]] = {
@@ -238,8 +239,9 @@ def _is_ignored(name: str, value: object) -> bool:
         if value in UNSUPPORTED_FIELDS[name]:
             return True
         raise RequestError(f"{name} is not supported; leave it out", name)
-    if name not in (*OPTION_FIELDS, *READ_FIELDS, *IGNORED_FIELDS):
-        near = get_close_matches(name, [*OPTION_FIELDS, *READ_FIELDS], 1)
+    known = *OPTION_FIELDS, *READ_FIELDS
+    if name not in (*known, *IGNORED_FIELDS):
+        near = get_close_matches(name, () if "." in name else known, 1)
         fix = f"did you mean {near[0]}?" if near else "leave it out"
         raise RequestError(f"unknown field {name!r}; {fix}", name)
     return name in IGNORED_FIELDS

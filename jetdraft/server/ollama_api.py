@@ -8,6 +8,7 @@ from typing import Any
 
 from jetdraft.recipe import Recipe
 from jetdraft.runtime.model import Model
+from jetdraft.server import RequestError
 from jetdraft.server.block_apis import Block, block_dialect, grow
 from jetdraft.server.generation_request import read_part
 from jetdraft.server.reply import Chunks, Json, Reply, write_event
@@ -40,8 +41,8 @@ def _read_options(asked: Json) -> Json:
 
 
 def _read_chat(asked: Json) -> tuple[Json, bool]:
-    messages: list[Json] = []
-    waiting: list[str] = []  # The ids of calls without a result, which Ollama has not.
+    # Waiting are the ids of calls without a result, which Ollama has not.
+    messages, waiting = list[Json](), list[str]()
     for place, message in enumerate(asked["messages"]):
         fields: dict[str, Any] = {k: v for k, v in message.items() if v != []}
         if images := fields.pop("images", None):
@@ -62,6 +63,8 @@ def _read_generate(asked: Json) -> tuple[Json, bool]:
     """A message of the user, or with `raw` or a `suffix` the text itself."""
     body = _read_options(asked)
     prompt, system = body.pop("prompt", ""), body.pop("system", None)
+    if not isinstance(prompt, str):
+        raise RequestError("prompt must be a text", "prompt")
     if body.pop("raw", False) or "suffix" in body:
         return {**body, "prompt": prompt}, False
     first = [] if system is None else [{"role": "system", "content": system}]
@@ -92,8 +95,7 @@ def _with_images(text: str, images: Sequence[str], at: str) -> list[Json]:
 
 def _part(reply: Reply, blocks: list[Block], done: bool) -> Json:
     """An object with what blocks add; the last of an answer has its figures."""
-    texts = {"text": "", "thought": ""}
-    calls = []
+    texts, calls = {"text": "", "thought": ""}, list[Json]()
     for block in blocks:
         if block.kind == "call":
             call = {"name": block.name, "arguments": json.loads(block.text or "{}")}

@@ -200,8 +200,9 @@ class EmbeddingRequest(ModelRequest):
         form, size = body.get("encoding_format", "float"), body.get("dimensions")
         texts, name = _as_texts(body.get("input")), body.get("prompt_name")
         more = [field for field in body if field not in EMBEDDING_FIELDS]
-        for field in set(more) - {*IGNORED_FIELDS}:
-            raise RequestError(f"unknown field {field!r}; leave it out", field)
+        for field in more:
+            fact = f"unknown field {field!r}; leave it out"
+            _refuse_if(field not in IGNORED_FIELDS, fact, field)
         fact = f"encoding_format {form!r} is unknown; choose float or base64"
         _refuse_if(form not in ("float", "base64"), fact, "encoding_format")
         is_wrong = size is not None and (type(size) is not int or size < 1)
@@ -237,8 +238,7 @@ class EmbeddingRequest(ModelRequest):
             {"object": "embedding", "index": place, "embedding": self._written(vector)}
             for place, vector in enumerate(vectors)
         ]
-        count = result.prompt_tokens
-        usage = {"prompt_tokens": count, "total_tokens": count}
+        usage = dict.fromkeys(("prompt_tokens", "total_tokens"), result.prompt_tokens)
         return {"object": "list", "data": entries, "model": model, "usage": usage}
 
     def _written(self, vector: Float32s) -> Any:

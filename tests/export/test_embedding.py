@@ -218,7 +218,7 @@ def test_the_server(made):
                 ({"dimensions": []}, "not a number"),
                 ({"encoding_format": "hex"}, "float or base64"),
                 ({"extra_body": {"prompt_name": "x"}}, "no prompt 'x'"),
-                ({"extra_body": {"colour": "x"}}, "unknown field 'colour'"),
+                ({"extra_body": {"colour": 1, "size": 2}}, "unknown field 'colour'"),
                 ({"model": "other"}, "no model 'other'"),
             ):
                 with pytest.raises(openai.APIStatusError, match=said) as error:
