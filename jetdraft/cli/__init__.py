@@ -75,9 +75,8 @@ class OneLineErrors(click.Command):
             fact = f"the system refuses {error.filename} ({error.strerror})"
             _fail(f"{fact}; check its name and its permissions")
         except MemoryError:
-            fact = "there is not enough memory; end other programs, give fewer "
-            fact += "--threads, or export with a smaller --capacity"
-            _fail(fact)
+            fact = "there is not enough memory; end other programs, give fewer"
+            _fail(f"{fact} --threads, or export with a smaller --capacity")
         except (click.Abort, KeyboardInterrupt):
             click.echo("interrupted", err=True)
             sys.exit(130)

@@ -88,9 +88,7 @@ def command(
         click.echo(f"acceptance {_acceptance_line(*acceptance)}")
     if as_json:
         fields = {
-            "files": files,
-            "graphs": graphs,
-            "widths": asdict(widths),
+            **{"files": files, "graphs": graphs, "widths": asdict(widths)},
             "texts": [asdict(comparison) for comparison in comparisons],
             "acceptance": acceptance
             and dict(zip(("exported", "measured"), acceptance, strict=True)),
@@ -138,13 +136,11 @@ def _width_lines(widths: Widths) -> Iterator[str]:
             kind = f"left out when exact: another kernel rounds, logits by {gap:.1e}"
         yield f"{span:9} {kind}"
     if not widths.trees_agree:
-        fact = "passes that branch round otherwise than chains: an exact generation "
-        fact += "does not branch; --no-exact does"
-        yield fact
+        fact = "passes that branch round otherwise than chains: an exact generation"
+        yield f"{fact} does not branch; --no-exact does"
     if not widths.probes_agree:
-        fact = "probes change the last bits of the rows beside them: an exact "
-        fact += "generation has no probes; --no-exact has"
-        yield fact
+        fact = "probes change the last bits of the rows beside them: an exact"
+        yield f"{fact} generation has no probes; --no-exact has"
     if len(widths.exact) == 1:
         fact = "no two widths agree bit by bit: an exact generation cannot draft here"
         yield f"{fact}; --no-exact can"

@@ -46,8 +46,7 @@ def command(devices: bool, device: str | None, root: Path, as_json: bool) -> Non
     else:
         findings = examine(root)
         if as_json:
-            fields = [asdict(finding) for finding in findings]
-            click.echo(json.dumps({"findings": fields}))
+            click.echo(json.dumps({"findings": [*map(asdict, findings)]}))
         for finding in () if as_json else findings:
             click.echo(f"{finding.what:18} {finding.found}")
             if finding.fix:

@@ -15,8 +15,6 @@ from jetdraft.runtime.planning.options import GenerateOptions
 from jetdraft.runtime.text.template import user_message
 
 RESULT_FIELDS = ("text", "token_ids", "from_draft", "prompt_tokens", "finish_reason")
-# Fields of `GenerateOptions` that end a text.
-ENDING = ("max_new_tokens", "stop", "ignore_eos")
 
 
 @click.command("generate", cls=Command)
@@ -32,11 +30,8 @@ ENDING = ("max_new_tokens", "stop", "ignore_eos")
     is_flag=True,
 )
 @flags.generate_options(
-    *ENDING,
-    *flags.SAMPLING,
-    *flags.CONSTRAINTS,
-    *flags.DRAFTING,
-    *("repetition_penalty", "images"),
+    *("max_new_tokens", "stop", "ignore_eos", "repetition_penalty", "images"),
+    *(*flags.SAMPLING, *flags.CONSTRAINTS, *flags.DRAFTING),
     max_new_tokens=128,
 )
 @flags.runtime_options("store")

@@ -11,24 +11,15 @@ import click
 from jetdraft.cli.command import Command, keyword_flags
 from jetdraft.cli.flags import PATH, json_option
 from jetdraft.contracts.tensors import WIDEST
+from jetdraft.devices import plan as plans
 from jetdraft.devices.cost_model import CONFIG, Encoder
-from jetdraft.devices.plan import (
-    FREE,
-    PROBES,
-    Choice,
-    MethodCost,
-    Plan,
-    Question,
-    does_not_fit_error,
-    plan,
-)
 from jetdraft.errors import JetdraftError, importing
 from jetdraft.runtime.planning.registry import methods
 
 # What the assumed acceptance means for a method, by the cost of its drafts.
 COST_NOTES = {
-    PROBES: "for a target that jetdraft train stream has trained",
-    FREE: "for a text that repeats itself that often; it drafts nothing else",
+    plans.PROBES: "for a target that jetdraft train stream has trained",
+    plans.FREE: "for a text that repeats itself that often; it drafts nothing else",
 }
 NO_METHODS_LINE = (
     "methods    not predicted: what a further row costs on this CPU was never "
@@ -41,22 +32,22 @@ PICTURES = ((512, 384), (1024, 768), (1920, 1080), (2048, 1536))
 
 @click.command("plan", cls=Command)
 @click.argument("target", type=PATH)
-@keyword_flags(Question)
+@keyword_flags(plans.Question)
 @json_option
 def command(target: Path, as_json: bool, **options: Any) -> None:
     """Predict memory and speed of TARGET, a GGUF file, a config.json or its folder."""
     costs = tuple(
-        MethodCost(method.name, method.cost, method.trees)
+        plans.MethodCost(method.name, method.cost, method.trees)
         for method in methods().values()
         if method.cost is not None  # it cannot be predicted on a device
     )
-    question = Question(target, **options, methods=costs)  # refuses a bad option
+    question = plans.Question(target, **options, methods=costs)  # refuses a bad option
     question = replace(question, encoder=_encoder(target))  # imports torch
-    prediction = plan(question)
+    prediction = plans.plan(question)
     if as_json:
         click.echo(json.dumps(prediction.to_json()))
     if not prediction.fits:
-        raise does_not_fit_error(question, prediction)
+        raise plans.does_not_fit_error(question, prediction)
     if not as_json:
         _print_plan(prediction, question)
         if question.on_cpu:
@@ -79,7 +70,7 @@ def _encoder(target: Path) -> Encoder | None:
         return None
 
 
-def _print_plan(prediction: Plan, question: Question) -> None:
+def _print_plan(prediction: plans.Plan, question: plans.Question) -> None:
     click.echo(f"predicted  {prediction.basis}")
     parts = " + ".join(f"{name} {mb:.0f}" for name, mb in prediction.memory_mb.items())
     click.echo(f"device     {prediction.device}, {prediction.power_mode}")
@@ -107,7 +98,7 @@ def _print_plan(prediction: Plan, question: Question) -> None:
         click.echo(f"image      {shown}{word} {ms:.5g} ms")
 
 
-def _print_methods(prediction: Plan) -> None:
+def _print_methods(prediction: plans.Plan) -> None:
     click.echo("rows       " + "".join(f"{w:7}" for w in prediction.pass_ms_by_width))
     times = "".join(f"{ms:7.1f}" for ms in prediction.pass_ms_by_width.values())
     click.echo("ms         " + times)
@@ -116,14 +107,13 @@ def _print_methods(prediction: Plan) -> None:
     for method, shape in methods:
         rows = [r for r in prediction.rows if (r.method, r.shape) == (method, shape)]
         click.echo(_choice_line(max(rows, key=lambda row: row.tokens_per_second)))
-    click.echo("best:")
-    click.echo(_choice_line(prediction.best))
+    click.echo(f"best:\n{_choice_line(prediction.best)}")
     for method, cost in dict.fromkeys((r.method, r.cost) for r in prediction.rows):
         if cost in COST_NOTES:
             click.echo(f"  ({method}: {COST_NOTES[cost]})")
 
 
-def _choice_line(choice: Choice) -> str:
+def _choice_line(choice: plans.Choice) -> str:
     return (
         f"  {choice.method:7} {choice.shape:5} {choice.width:3} rows "
         f"{choice.tokens_per_pass:6.2f} tokens/pass {choice.tokens_per_second:7.1f} "

@@ -70,8 +70,7 @@ class Reply:
         prompts = stats[:: self.request.n]
         asked = sum(s.prompt_tokens for s in prompts)
         written = sum(s.new_tokens for s in stats)
-        evaluated = sum(sum(s.evaluated_by_position) for s in stats)
-        accepted = sum(s.accepted_tokens for s in stats)
+        wrong = sum(sum(s.evaluated_by_position) - s.accepted_tokens for s in stats)
         cached = sum(s.reused_tokens for s in prompts)
         return {
             **{"prompt_tokens": asked, "completion_tokens": written},
@@ -82,7 +81,7 @@ class Reply:
             },
             "completion_tokens_details": {
                 "accepted_prediction_tokens": sum(sum(r.from_draft) for r in results),
-                "rejected_prediction_tokens": evaluated - accepted,
+                "rejected_prediction_tokens": wrong,
                 "audio_tokens": 0,
                 "reasoning_tokens": sum(s.thought_tokens for s in stats),
             },
@@ -150,8 +149,7 @@ class Reply:
         self._begin()
         if self.chat:
             return [self._chunk({"role": "assistant", "content": "", "refusal": None})]
-        echo = self._echo()
-        return [self._chunk({"content": echo})] if echo else []
+        return [self._chunk({"content": echo})] if (echo := self._echo()) else []
 
     def piece_chunks(self, piece: Piece) -> list[Json]:
         """Return the chunks of a piece; keeps text that may belong to a tool call."""

@@ -113,8 +113,7 @@ class RequestQueue:
         if self.waiting >= self.max_waiting:
             self._make_room(client)
         turn: asyncio.Future[Model] = asyncio.get_running_loop().create_future()
-        queue = self._waiting.setdefault(client, deque())
-        queue.append(turn)
+        self._waiting.setdefault(client, deque()).append(turn)
         try:
             async with asyncio.timeout(self.max_wait):
                 return await turn
