@@ -80,9 +80,7 @@ def test_malformed_json_is_refused(damage):
         read_record(StepContract, {**json.loads(TEXT), **damage})
 
 
-@pytest.mark.parametrize(
-    "field", dataclasses.fields(StepContract), ids=lambda f: f.name
-)
+@cases("field", *dataclasses.fields(StepContract), ids=lambda f: f.name)
 def test_json_without_a_field_has_its_default_or_is_refused(field):
     values = json.loads(TEXT)
     del values[field.name]

@@ -94,7 +94,7 @@ def check_exportable(source: str) -> None:
         config = load_config(source)
     _model_class(source, config)
     text = config.get_text_config(decoder=True)
-    refusals.check_scales(source, text)
+    refusals.check_family_fields(source, text)
     fields = text.to_dict()
     if isinstance(of_dbrx := fields.get("ffn_config"), dict):
         fields = of_dbrx | fields
@@ -187,6 +187,9 @@ def load_model(
             key_mapping=_TEXT_NAMES if is_text_alone else None,
             **NO_OWN_CODE,
         )
+    if packed:  # AutoGPTQ gives each matrix a bias, often of zeros
+        zeros = {n for n, t in packed.floats.items() if ".bias" in n and not t.any()}
+        info["unexpected_keys"] = set(info["unexpected_keys"]) - zeros
     _check_loaded(source, model, info, packed.blocks if packed else ())
     if weights is not None and not is_gguf(source):
         with contextlib.suppress(OSError):  # the file is optional

@@ -169,7 +169,7 @@ REFUSED_KINDS = (
     UnsupportedKind("scales queries by positions", ("attn_temperature_tuning",)),
 )  # fmt: skip
 
-SCALES = (
+FAMILY_FIELDS = (
     "attn_logit_softcapping final_logit_softcapping clip_qkv alibi "
     "attention_multiplier embedding_multiplier residual_multiplier logits_scaling "
     "logit_scale scale_emb scale_depth scale_embedding embedding_scale "
@@ -183,14 +183,14 @@ SCALES = (
     "enable_moe_block num_kv_shared_layers hidden_size_per_layer_input "
     "attention_k_eq_v scale_attn_by_inverse_layer_idx"
 )
-"""Fields that change what some families compute; without effect where 0 or 1."""
+"""What some families compute with; without effect where null, 0 or 1 (not true)."""
 _NORMS = "use_qk_norm", "qk_norm", "qk_layernorm"
 _NORM_PATTERN = re.compile(r"\b(q|qk|query)_?(layer)?_?norm")
 
 
-def check_scales(source: str, config: Any) -> None:
-    """Raise `UnsupportedModelError` for one of `SCALES` that its family ignores."""
-    for name in SCALES.split():
+def check_family_fields(source: str, config: Any) -> None:
+    """Raise `UnsupportedModelError` for `FAMILY_FIELDS` that its family ignores."""
+    for name in FAMILY_FIELDS.split():
         value = getattr(config, name, None)
         if value is not True and value in (None, 0, 1):
             continue
@@ -205,7 +205,7 @@ def check_modules(source: str, model: Any) -> None:
     config = model.config.get_text_config(decoder=True)
     asked = [name for name in _NORMS if getattr(config, name, None)]
     if asked and not any(_NORM_PATTERN.search(n) for n, _ in model.named_modules()):
-        raise _ignored(source, config, asked[0], True)
+        raise _ignored(source, config, asked[0], getattr(config, asked[0]))
     rope, name = getattr(config, "rope_parameters", None) or {}, "partial_rotary_factor"
     if rope.get("rope_type") == "default" and rope.get(name, 1) not in (None, 1):
         sizes = {n: 2 * len(b) for n, b in model.named_buffers() if "inv_freq" in n}
@@ -238,7 +238,7 @@ _LAYER_PATTERN = re.compile(r"((?:.*?\.)?(?:layers?|blocks?|h))\.(\d+)\.(.*)")
 _MTP_WEIGHT = "eh_proj."
 # Masks and frequencies that old files have, and scales of a cache of 8 bits.
 _BUFFERS = re.compile(
-    r"(.*\.)?(inv_freq|mask|causal_mask|masked_bias|(attn|attention)\.bias|[qkv]_scale)"
+    r"(.*\.)?((\w+_)?inv_freq|(causal_)?mask|masked_bias|att\w+\.bias|(kv|[qkv])_scale)"
 )
 
 

@@ -23,7 +23,7 @@ HELP_TEXT = """/stats       print the stats of the last reply
 /reset       start again, without images
 /save FILE   save the conversation
 /load FILE   continue a saved conversation
-/image FILE  show an image with the next message
+/image FILE  show an image with the next message; without FILE no image
 /quit        end, like Ctrl-D; Ctrl-C only stops a reply
 Pasted lines are one message."""
 
@@ -117,10 +117,7 @@ def _read_message() -> str | None:
 
 
 def _print_reply(talk: Conversation, line: str, images: list[PictureInput]) -> None:
-    """Print the model's reply, in a terminal its thought too; Ctrl-C ends it only.
-
-    The images wait for another message if there is an error.
-    """
+    """Print the model's reply, in a terminal its thought too; Ctrl-C ends it only."""
     shows_thoughts, after_thought = sys.stdout.isatty(), False
     with contextlib.suppress(KeyboardInterrupt):  # the reply so far is kept
         for piece in talk.say(line, images=images):
@@ -130,7 +127,7 @@ def _print_reply(talk: Conversation, line: str, images: list[PictureInput]) -> N
             if piece.text:
                 click.echo("\n\n" * after_thought + piece.text, nl=False)
                 after_thought = False
-    images.clear()
+    images.clear()  # after an error they wait
     click.echo()
 
 
@@ -145,8 +142,8 @@ def _run_command(talk: Conversation, line: str, images: list[PictureInput]) -> N
         click.echo(f"{stats_line(stats)}\n{kept}", err=True)
     elif order == "/stats":
         click.echo("there is no reply yet", err=True)
-    elif order == "/image" and rest:
-        images.append(read_picture(rest[0]))
+    elif order == "/image":
+        images[:] = [*images, read_picture(rest[0])] if rest else []
     elif order in ("/save", "/load") and rest:
         (talk.save if order == "/save" else talk.load)(rest[0])
     else:

@@ -10,7 +10,7 @@ from jetdraft.errors import JetdraftError, OptionError, as_error
 from jetdraft.files import write_text
 from jetdraft.parsing import read_json_file
 from jetdraft.runtime.model import Model
-from jetdraft.runtime.passes.pictures import read_picture, url_of
+from jetdraft.runtime.passes.pictures import read_picture, read_pictures, url_of
 from jetdraft.runtime.piece import Piece, Result
 from jetdraft.runtime.planning.options import GenerateOptions, Options
 from jetdraft.runtime.stream import Stream
@@ -94,8 +94,7 @@ class Conversation:
         if "images" in fields:
             raise OptionError("images belong to a turn; give them to `say`", "images")
         messages, ids = self._fit_messages([*self.messages, *added], fields)
-        if images := take_images(messages)[1]:
-            fields["images"] = images
+        fields["images"] = take_images(messages)[1]
         self._stream = self.model.stream_reply(ids, tools=self.tools, **fields)
         return self._yield_reply(messages, self._stream)
 
@@ -142,9 +141,23 @@ class Conversation:
         """Replace the messages by those in a file of `save`; raises `OptionError`."""
         fact = f"{file} is not a saved conversation"
         fix = "give a file of /save (Conversation.save)"
-        with as_error(OptionError, (OSError, ValueError), fact, fix, "file"):
+        causes = (
+            OSError,
+            ValueError,
+            TypeError,
+            LookupError,
+            AttributeError,
+            OptionError,
+        )
+        with as_error(OptionError, causes, fact, fix, "file"):
             messages = read_json_file(Path(file), most_bytes=1 << 28, exact=True)
-        self.messages = check_messages(messages)
+            for part in (
+                p for m in check_messages(messages) for p in m["content"] or ()
+            ):
+                if isinstance(part, dict) and part["type"] == "image":
+                    encoded = part["image"].removeprefix("data:")  # never a file
+                    part["image"] = read_picture(f"data:{encoded}")
+        self.messages = messages
 
     def _fit_messages(
         self, messages: list[Message], options: GenerateOptions
@@ -152,15 +165,15 @@ class Conversation:
         """Drop old turns until a reply fits; returns the messages and their ids."""
         capacity = self.model.bundle.target.contract.capacity
         reply_tokens = Options.of(**options).ending.max_new_tokens
-        first = len(self._opening)
-        room = capacity
+        first, room = len(self._opening), capacity
+        read_pictures(take_images(messages)[1])  # raises before turns are dropped
         while True:
             numbered = enumerate(messages[first:], first)
             turns = [place for place, said in numbered if said["role"] == "user"]
             can_drop = self.drop_oldest and len(turns) > 1
             try:
                 prompt = self.model.chat_prompt(messages, **self._variables)
-                images = take_images(messages)[1]
+                images = read_pictures(take_images(messages)[1])
                 placed, _ = self.model.parts.place_pictures(prompt, images)
             except OptionError:  # too long, perhaps
                 if not can_drop:

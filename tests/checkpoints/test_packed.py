@@ -78,9 +78,7 @@ def compressed(integers, scales, zeros, bits):
     parts = {
         "weight": floats,
         "weight_scale": torch.from_numpy(scales.astype(np.float32)),
-        "weight_zero_point": torch.from_numpy(zeros.astype(np.int16) - offset).to(
-            torch.int8
-        ),
+        "weight_zero_point": torch.from_numpy((zeros - offset).astype(np.int8)),
     }
     scheme = QuantizationScheme(targets=["Linear"], weights=arguments)
     return PackedQuantizationCompressor.compress(parts, scheme)
@@ -332,6 +330,12 @@ def test_integers_of_one_byte_are_read_too(base):
 def test_names_that_the_model_has_not_are_refused(base):
     quantize(base, *FORMATS["gptq"])
     tensors = load_file(base / "model.safetensors")
+    bias = {f"{Q}.bias": torch.zeros(len(tensors[f"{Q}.scales"][0]))}
+    rewrite(base, tensors | bias)
+    assert Checkpoint.load(str(base), torch.float32).packed, "AutoGPTQ's biases"
+    rewrite(base, tensors | {name: zeros + 1 for name, zeros in bias.items()})
+    with pytest.raises(CheckpointError, match="describes no such bias"):
+        Checkpoint.load(str(base), torch.float32)
     rewrite(base, {name.removeprefix("model."): x for name, x in tensors.items()})
     with pytest.raises(CheckpointError, match="under names that its architecture"):
         Checkpoint.load(str(base), torch.float32)

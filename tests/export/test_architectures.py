@@ -310,9 +310,7 @@ def test_an_encoder_decoder_beside_the_seams_is_refused(tmp_path):
     assert "see docs/models.md" in refusal(tmp_path)
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in CONFIGS if "within its limit" in name]
-)
+@cases("name", *(name for name in CONFIGS if "within its limit" in name))
 def test_frequencies_that_change_within_the_capacity_are_refused(name, tmp_path):
     save_checkpoint(tmp_path, CONFIGS[name], tokenizer=False)
     assert f"--capacity {CAPACITY} or less" in refusal(tmp_path, capacity=CAPACITY + 1)

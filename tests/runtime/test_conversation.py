@@ -173,9 +173,11 @@ def test_a_conversation_is_kept_in_a_file(talker, tmp_path):
     other = Conversation(talker, **OPTIONS)
     other.load(tmp_path / "talk.json")
     assert other.messages == talk.messages
-    for wrong in ("{", "[]", '[{"content": "x"}]', "3"):
+    image = '[{"role": "user", "content": [{"type": "image"%s}]}]'
+    images = (image % x for x in ("", ', "image": "x"', ', "image": "data:;base64,A"'))
+    for wrong in ("{", "[]", '[{"content": "x"}]', "3", *images):
         (tmp_path / "wrong.json").write_text(wrong)
-        with pytest.raises(OptionError):
+        with pytest.raises(OptionError, match="is not a saved conversation"):
             other.load(tmp_path / "wrong.json")
     with pytest.raises(OutputError, match="cannot write"):
         talk.save(tmp_path / "no" / "where.json")

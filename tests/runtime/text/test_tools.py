@@ -101,9 +101,7 @@ def test_what_is_certainly_no_call(marked, text, shown):
 DEEP = reduce(lambda value, _: {"items": value}, range(5000), {})
 
 
-@pytest.mark.parametrize(
-    "parameters", [DEEP, {"const": object()}, {"const": float("nan")}, {"\ud800": {}}]
-)
+@cases("parameters", DEEP, {"const": object()}, {"const": float("nan")}, {"\ud800": {}})
 def test_tools_that_are_no_json_are_refused(parameters):
     with refused_option("the tools are not JSON", "tools"):
         Tools([tool(parameters)])
@@ -265,9 +263,7 @@ def test_numbers_that_limit_nothing_may_be_large(schema):
     Tools([tool(schema)])
 
 
-@pytest.mark.parametrize(
-    "source", ['{"const":9007199254740993}', '{"type":"integer","maximum":1e19}']
-)
+@cases("source", '{"const":9007199254740993}', '{"type":"integer","maximum":1e19}')
 def test_numbers_of_schemas_in_grammars_are_kept_or_refused(source):
     with pytest.raises(OptionError, match="cannot be kept exactly"):
         Constraint("grammar", f"start: %json {source}")

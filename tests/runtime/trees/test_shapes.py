@@ -65,9 +65,7 @@ def grow(shape, kind, budget=10, sampling=None):
 
 
 @pytest.mark.parametrize("budget", [1, 2, 5, 15])
-@pytest.mark.parametrize(
-    ("shape", "kind"), [(shape, kind) for kind in SHAPES for shape in SHAPES[kind]]
-)
+@cases("shape, kind", *((shape, kind) for kind in SHAPES for shape in SHAPES[kind]))
 def test_every_shape_makes_a_tree_within_its_budget(shape, kind, budget):
     _, asked, rows = grow(shape, kind, budget)
     rows.check()
