@@ -184,6 +184,10 @@ FAMILY_FIELDS = (
     "attention_k_eq_v scale_attn_by_inverse_layer_idx"
 )
 """What some families compute with; without effect where null, 0 or 1 (not true)."""
+_SIGMOID_ROUTERS = (
+    "axk1 beam deepseek_v3 dots1 exaone_moe glm4_moe glm4_moe_lite hy_v3 "
+    "mimo_v2_flash minimax_m2 nemotron_h solar_open"
+)
 _NORMS = "use_qk_norm", "qk_norm", "qk_layernorm"
 _NORM_PATTERN = re.compile(r"\b(q|qk|query)_?(layer)?_?norm")
 
@@ -197,6 +201,14 @@ def check_family_fields(source: str, config: Any) -> None:
         is_usual = name == "query_pre_attn_scalar" and value == head_size(config)
         is_known = hasattr(type(config), name) or name in config.attribute_map
         if not (is_usual or is_known):
+            raise _ignored(source, config, name, value)
+    kind, known = config.model_type, dict[str, object]()
+    if kind in _SIGMOID_ROUTERS.split():
+        known = {"scoring_func": "sigmoid"}
+    elif kind == "deepseek_v2":
+        known = {"scoring_func": "softmax", "norm_topk_prob": False}
+    for name, computed in known.items():
+        if (value := getattr(config, name, None)) not in (None, computed):
             raise _ignored(source, config, name, value)
 
 

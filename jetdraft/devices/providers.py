@@ -22,6 +22,7 @@ from jetdraft.errors import OptionError, ProviderError
 from jetdraft.ort import ort
 from jetdraft.recipe import KERNELS
 
+OFF = "off"  # The value of `drafter_provider` that leaves the drafter out.
 AUTO = "auto"  # Asks for the fastest of `PROVIDERS` that runs a bundle on this machine.
 PROVIDER_FIX = "choose --provider cpu, or see jetdraft doctor"
 TRIAL_SECONDS = 120.0  # TensorRT builds an engine in a trial.

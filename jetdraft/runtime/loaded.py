@@ -14,17 +14,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from jetdraft import errors
 from jetdraft.bundle import CONTRIB, Bundle, read_streams
 from jetdraft.contracts.step_contract import EARLY_EXIT
+from jetdraft.devices import providers
 from jetdraft.devices.memory import use_huge_pages
-from jetdraft.devices.providers import HALVES, Provider, check_on_cpu, choose_provider
-from jetdraft.errors import (
-    BundleError,
-    DraftingError,
-    JetdraftError,
-    OptionError,
-    ProviderError,
-)
+from jetdraft.devices.providers import Provider, check_on_cpu, choose_provider
 from jetdraft.learning.lessons import (
     OWN,
     Choice,
@@ -47,13 +42,7 @@ from jetdraft.runtime.measured.widths import Profiles, Widths
 from jetdraft.runtime.passes.buffers import Cache, SourceInput
 from jetdraft.runtime.passes.graph import Graph
 from jetdraft.runtime.passes.halves import LeadingHalf, SplitSessions
-from jetdraft.runtime.passes.opener import (
-    OFF,
-    LoadOptions,
-    Opener,
-    Weights,
-    check_load_options,
-)
+from jetdraft.runtime.passes.opener import LoadOptions, Opener, Weights, check_options
 from jetdraft.runtime.passes.pictures import NO_IMAGES, Tiles, cut
 from jetdraft.runtime.passes.prefix import Prefix
 from jetdraft.runtime.passes.pruned_halves import PrunedHalves
@@ -116,7 +105,7 @@ class LearnedWeights:
                     own = self._opener  # its sessions have other weights
                     self._opener = Opener(own.bundle, own.provider, own.threads)
                 return self._opener.graph(self._entry, self._weights)
-            except JetdraftError as error:
+            except errors.JetdraftError as error:
                 warnings.warn(f"no weights were swapped: {error}", stacklevel=2)
                 self._sets.settle(self._name, keep=False)
                 return None
@@ -153,7 +142,7 @@ class LoadedBundle:
     def __init__(
         self, bundle: Bundle, options: LoadOptions, like: "LoadedBundle | None" = None
     ) -> None:
-        check_load_options(options)
+        check_options(options)
         self.bundle, self.options = bundle, options
         threads = options.get("threads")
         self.threads = default_threads() if threads is None else threads
@@ -258,11 +247,12 @@ class LoadedBundle:
         """Split a prompt into ids for the encoder and the decoder, or `OptionError`."""
         if self.bundle.embedding is not None:
             fact = "the bundle's model embeds texts, and writes none"
-            raise OptionError(f"{fact}; use jetdraft embed (Model.embed)", "prompt")
+            fix = "use jetdraft embed (Model.embed)"
+            raise errors.OptionError(f"{fact}; {fix}", "prompt")
         if self.bundle.speech is not None:
             fact = "the bundle's model hears, and reads no text"
             fix = "give a WAV file to jetdraft transcribe (Model.transcribe)"
-            raise OptionError(f"{fact}; {fix}", "prompt")
+            raise errors.OptionError(f"{fact}; {fix}", "prompt")
         start = list(self.bundle.start_token_ids)
         return (prompt, start) if start else ([], prompt)
 
@@ -294,7 +284,7 @@ class LoadedBundle:
         vision = self.bundle.vision
         if vision is None:
             if images:
-                raise OptionError(NO_IMAGES, "images")
+                raise errors.OptionError(NO_IMAGES, "images")
             return prompt, []
         token, mark = self.picture_token, self.picture_place
         places = [place for place, id in enumerate(prompt) if id == mark]
@@ -304,7 +294,7 @@ class LoadedBundle:
             if is_row:
                 fact = f"the prompt has {vision.token}, which stands for an image's row"
             fix = f"write {vision.place} once for each image, and in no other text"
-            raise OptionError(f"{fact}; {fix}", "images")
+            raise errors.OptionError(f"{fact}; {fix}", "images")
         pictures, ids, start = list[Tiles](), list[int](), 0
         capacity = self.target.contract.capacity
         for place, image in zip(places, images, strict=True):
@@ -319,7 +309,7 @@ class LoadedBundle:
             rows = self.text.encode(text, False)
             if sum(id == token for id in rows) != pictures[-1].rows:
                 fact = f"the tokenizer has no token {vision.token}"
-                raise BundleError(f"{fact}; export the bundle again")
+                raise errors.BundleError(f"{fact}; export the bundle again")
             ids += rows
             if len(ids) > capacity:
                 break  # further images would change nothing
@@ -328,7 +318,7 @@ class LoadedBundle:
             fact = f"with its images the prompt has at least {len(ids)} tokens, the "
             fact += f"capacity is {capacity}"
             fix = "give fewer images, or export with a larger --capacity"
-            raise OptionError(f"{fact}; {fix}", "images")
+            raise errors.OptionError(f"{fact}; {fix}", "images")
         return ids, pictures
 
     def _breaks_line(self, *ids: int) -> bool:
@@ -370,12 +360,12 @@ class LoadedBundle:
 
     def _open_halves(self, advice: str) -> SplitSessions:
         """Open the target's halves; raises `OptionError`, which ends with `advice`."""
-        check_on_cpu(HALVES, self.provider, advice, "drafting")
+        check_on_cpu(providers.HALVES, self.provider, advice, "drafting")
         opener, halves = self._opener, self.bundle.target.halves
         if halves is None:
             fact = "the bundle's target is not cut in halves, since all of its layers "
             fact += f"have streams, or its upper layers read images; {advice}"
-            raise DraftingError(fact)
+            raise errors.DraftingError(fact)
         # They run in turns, and threads that spin after a pass slow the next session.
         threads = opener.threads._replace(spinning=Spinning.IN_PASSES)
         return SplitSessions(
@@ -390,7 +380,7 @@ class LoadedBundle:
             return self.store.of(user)
         if user and self.learning is None:
             fact = f"user {user!r} needs a store; give --store FILE (store=) too"
-            raise DraftingError(fact)
+            raise errors.DraftingError(fact)
         return None
 
     def remember(self, prompt: Tokens, response: Tokens, user: str = "") -> None:
@@ -417,14 +407,14 @@ class LoadedBundle:
         if own_streams and target.name == "tensorrt":
             fact = "TensorRT builds weights into its engines and cannot swap streams"
             fix = "export the checkpoint that has them, or choose --provider cuda"
-            raise ProviderError(f"{fact}; {fix}")
+            raise errors.ProviderError(f"{fact}; {fix}")
         entry, beside = bundle.drafter, self.options.get("drafter_provider")
         if beside is None and own in (None, bundle.provider):
             beside = bundle.drafter_provider
         if entry is None:
             return target, None, target.name
-        if beside == OFF:
-            return target, None, f"{target.name}+{OFF}"
+        if beside == providers.OFF:
+            return target, None, f"{target.name}+{providers.OFF}"
         drafter = self._choose_provider(entry, beside or target.name)
         pair = f"{target.name}+{drafter.name}"
         return target, drafter, target.name if drafter is target else pair
@@ -452,7 +442,7 @@ class LoadedBundle:
             if self.target.memory.device != drafter.memory.device:
                 fact = "the drafter reads the target's buffers, so both run on one "
                 fact += "device; leave --drafter-provider out"
-                raise ProviderError(fact)
+                raise errors.ProviderError(fact)
             drafter.target_cache = self.target.cache
         return drafter
 
@@ -476,14 +466,14 @@ class LoadedBundle:
         if entry is None or opener is None or not entry.contract.learns:
             fact = "only a drafter model, or a head of EAGLE or MTP, learns from use"
             fix = "export with one of them, or leave --learn out"
-            raise OptionError(f"{fact}; {fix}", "learn")
+            raise errors.OptionError(f"{fact}; {fix}", "learn")
         if opener.provider.name == "tensorrt" or bundle.flavour != CONTRIB:
             fact = "the drafter's weights can be swapped in contrib graphs only"
             fix = "choose --drafter-provider cpu or cuda, or leave --learn out"
-            raise ProviderError(f"{fact}; {fix}")
+            raise errors.ProviderError(f"{fact}; {fix}")
         if entry.contract.feature_input and self.options.get("adapter"):
             fact = "a head learns from the states of the target without an adapter"
-            raise OptionError(f"{fact}; leave --learn or --adapter out", "learn")
+            raise errors.OptionError(f"{fact}; leave --learn or --adapter out", "learn")
         if like is not None:
             return like.learning
         vocab_size = bundle.target.contract.vocab_size

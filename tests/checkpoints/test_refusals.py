@@ -23,6 +23,7 @@ EXPERTS = "has experts of a family that was not compared with transformers"
 RECURRENT = "has recurrent layers"
 INDEXED = "attends to the keys that an indexer selects (index_topk 2048)"
 SHARED = "has layers that share keys and values"
+V2, V3 = transformers.DeepseekV2Config, transformers.DeepseekV3Config
 CASES = {
     "dbrx": (transformers.DbrxConfig(), [f"{EXPERTS} (moe_num_experts 4)"]),
     "deepseek_v32": (transformers.DeepseekV32Config(), [f"/model {INDEXED}"]),
@@ -45,6 +46,8 @@ CASES = {
         transformers.Qwen3MoeConfig(routed_scaling_factor=2.5),
         ["has routed_scaling_factor 2.5, which transformers ignores", "qwen3_moe"],
     ),
+    "deepseek_v2": (V2(norm_topk_prob=True), ["has norm_topk_prob True, which"]),
+    "deepseek_v3": (V3(scoring_func="softmax"), ["has scoring_func softmax, which"]),
     "aya_vision": (transformers.AyaVisionConfig(), ["'aya_vision'", "more than text"]),
     "clip": (transformers.CLIPConfig(), ["is a 'clip' model", "language model"]),
 }

@@ -29,8 +29,6 @@ from jetdraft.runtime.passes.session import (
     open_session,
 )
 
-OFF = "off"  # The value of `drafter_provider` that leaves the drafter out.
-
 
 class LoadOptions(TypedDict, total=False):
     """Where and how a bundle runs: the keyword arguments of `jetdraft.load`.
@@ -63,7 +61,7 @@ class LoadOptions(TypedDict, total=False):
     learn: Annotated[str | Path | None, Flag("drafting", metavar="DIR")]
 
 
-def check_load_options(options: LoadOptions) -> None:
+def check_options(options: LoadOptions) -> None:
     """Raise `OptionError` or `ProviderError` for unknown options and wrong values."""
     choices = LoadOptions.__annotations__
     for name in options:
@@ -75,8 +73,8 @@ def check_load_options(options: LoadOptions) -> None:
         if not isinstance(value, (str, Path, type(None))):
             raise OptionError(f"{path} {value!r} is not a path; give a path", path)
     drafter = options.get("drafter_provider")
-    if drafter not in (None, OFF, providers.AUTO, *PROVIDERS):
-        names = ", ".join((*PROVIDERS, providers.AUTO, OFF))
+    if drafter not in (None, providers.OFF, providers.AUTO, *PROVIDERS):
+        names = ", ".join((*PROVIDERS, providers.AUTO, providers.OFF))
         fact = f"unknown provider {drafter!r} for the drafter; choose {names}"
         raise ProviderError(fact)
 

@@ -406,9 +406,8 @@ def _read_gemma(text: str, at: int) -> tuple[str, int]:
 
 # A text, a key, a number or word that has ended, or a sign.
 _GEMMA_TOKEN = re.compile(
-    r'<\|"\|>(?P<said>.*?)(?P<end><\|"\|>|\Z)|(?P<key>[^\s{}\[\],:<]+)(?=\s*:)'
-    r"|[^\s{}\[\],:<]+(?=\s*[,}\]])|[\s{}\[\],:]",
-    re.DOTALL,
+    r'<\|"\|>(?P<said>(?s:.*?))(?P<end><\|"\|>|\Z)|(?P<key>[^\s{}\[\],:<]+)(?=\s*:)'
+    r"|[^\s{}\[\],:<]+(?=\s*[,}\]])|[\s{}\[\],:]"
 )
 
 
