@@ -265,7 +265,7 @@ class Profit:
     """
 
     WEIGHT = 0.1  # The weight of one planned round.
-    SHARE = 0.003  # The share of the time that vain planning may take.
+    SHARE = 0.01  # The share of the time that vain planning may take.
     MAX_REST = 64  # The most rounds without a plan in a row.
 
     def __init__(self) -> None:

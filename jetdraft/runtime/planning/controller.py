@@ -25,7 +25,7 @@ class Assignment:
 NO_DRAFT = Assignment(None, 0)
 # How many times the value of a simpler plan, which has more evidence, a plan needs.
 MARGIN = 1.02
-LEARNING_ROUNDS = 16  # The controller learns from one in 16 rounds without a plan.
+LEARNING_ROUNDS = 8  # The controller learns from each eighth round without a plan.
 NEGLIGIBLE = 0.01  # Less likely tokens are not planned.
 MAX_SIBLINGS = 3  # Children of a planned row beside its first child.
 
@@ -268,10 +268,10 @@ class AdaptiveController:
         """Learn from a round: the rates, the curve and the profit."""
         if self._is_planning:
             self._rest_rounds = self.profit.add_planned(round_)
-        elif self._rest_rounds % LEARNING_ROUNDS:
-            return  # learning takes a hundredth of a short pass
         else:
             self.profit.add_plain(round_)
+            if self._rest_rounds % LEARNING_ROUNDS:
+                return  # learning takes a hundredth of a short pass
         self.curve.learn(round_)
         for name, acceptance in self.acceptance.items():
             if name == round_.method and round_.drafted:
