@@ -169,11 +169,11 @@ def export(request: ExportRequest) -> Bundle:
     )
     if request.fast:
         _refuse_measuring(options)
-    drafter, head = request.drafter, request.head
+    places = request.drafter, request.head
+    drafter, head = (None if place is None else str(place) for place in places)
     bundle: Bundle = exporter.export(
-        str(request.target), request.output, None if drafter is None else str(drafter),
-        options, request.progress, None if head is None else str(head),
-    )  # fmt: skip
+        str(request.target), request.output, drafter, options, request.progress, head
+    )
     return bundle
 
 
@@ -205,11 +205,10 @@ def _check_fits(request: ExportRequest) -> None:
         if not folder.exists():
             fact = f"--device reads a folder or a GGUF file, and {folder} is not there"
             raise OptionError(f"{fact}; download it first")
-    question = Question(
-        folders[0], request.device, folders[1] if request.drafter else None,
-        request.recipe.scheme if request.recipe else None, request.capacity,
-        provider=request.provider,
-    )  # fmt: skip
+    drafter = folders[1] if request.drafter else None
+    scheme = request.recipe.scheme if request.recipe else None
+    own = request.device, drafter, scheme, request.capacity
+    question = Question(folders[0], *own, provider=request.provider)
     answer = plan(question)
     if not answer.fits:
         raise does_not_fit_error(question, answer)
