@@ -183,7 +183,7 @@ FAMILY_FIELDS = (
     "enable_moe_block num_kv_shared_layers hidden_size_per_layer_input "
     "attention_k_eq_v scale_attn_by_inverse_layer_idx"
 )
-"""What some families compute with; without effect where null, 0 or 1 (not true)."""
+"""Fields that some families compute with; null, 0 and 1 (not true) change nothing."""
 _SIGMOID_ROUTERS = (
     "axk1 beam deepseek_v3 dots1 exaone_moe glm4_moe glm4_moe_lite hy_v3 "
     "mimo_v2_flash minimax_m2 nemotron_h solar_open"
@@ -193,7 +193,7 @@ _NORM_PATTERN = re.compile(r"\b(q|qk|query)_?(layer)?_?norm")
 
 
 def check_family_fields(source: str, config: Any) -> None:
-    """Raise `UnsupportedModelError` for `FAMILY_FIELDS` that its family ignores."""
+    """Raise `UnsupportedModelError` for `FAMILY_FIELDS` that the family ignores."""
     for name in FAMILY_FIELDS.split():
         value = getattr(config, name, None)
         if value is not True and value in (None, 0, 1):
@@ -213,7 +213,7 @@ def check_family_fields(source: str, config: Any) -> None:
 
 
 def check_modules(source: str, model: Any) -> None:
-    """Raise `UnsupportedModelError` for norms of queries, or parts, that it ignores."""
+    """Raise `UnsupportedModelError` for query norms or rotated parts that it lacks."""
     config = model.config.get_text_config(decoder=True)
     asked = [name for name in _NORMS if getattr(config, name, None)]
     if asked and not any(_NORM_PATTERN.search(n) for n, _ in model.named_modules()):

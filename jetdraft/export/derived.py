@@ -119,7 +119,7 @@ def split_graph(model: ir.Model, contract: SplitContract) -> tuple[ir.Model, ir.
 
 
 def _derives(value: ir.Value | None, source: ir.Value) -> bool:
-    """Whether a value is made of the source by nodes that read it first."""
+    """Whether the first inputs of the nodes behind a value lead back to `source`."""
     while value and value is not source:
         value = node.inputs[0] if (node := value.producer()) else None
     return value is source
