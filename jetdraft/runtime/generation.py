@@ -303,6 +303,7 @@ class Generation:
         known = array("I", [*context, *carried]) if carried else context
         offer = self.proposer_set.offer(known, room - len(carried))
         draft_seconds, draft = time.perf_counter() - started, offer.rows
+        late_seconds = sum(offer.late.values())
         if carried:
             draft = draft.under([context[-1], *carried[:-1]])
 
@@ -344,7 +345,8 @@ class Generation:
             off=self._no_draft_reason(limit - len(context), offer, bool(late)),
             asked={p.traits.name: spent for p, spent in offer.asked.items()},
             evidence=offer.evidence,
-            seconds=0.0 if late else time.perf_counter() - started - offer.late_seconds,
+            late=offer.late,
+            seconds=0.0 if late else time.perf_counter() - started - late_seconds,
             experts=answer.touched,
         )
         self.proposer_set.controller.observe(round_)

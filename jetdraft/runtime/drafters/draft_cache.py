@@ -84,9 +84,11 @@ class DraftCache:
         self._features += list(features[kept:])
 
     def catch_up(self, context: Tokens) -> None:
-        """Run missing rows, if more are missing than the last draft can leave."""
+        """Run all missing rows but one, if more are missing than a draft can leave."""
         self._drop_differing(context)
-        while (missing := self._count_missing(context)) > self._most_left:
+        if self._count_missing(context) <= self._most_left:
+            return
+        while (missing := self._count_missing(context)) > 1:
             self._feed(context, min(missing - 1, self.graph.contract.max_width))
 
     def follow(self, context: Tokens) -> Answer | None:

@@ -1,7 +1,7 @@
 """What passes, drafts and probes cost on this machine: measured, then learned."""
 
 from bisect import bisect_left
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from statistics import median_low
@@ -253,6 +253,19 @@ class RoundCosts:
         return self._actual / self._expected if self._expected else 1.0
 
 
+@dataclass
+class _Trial:
+    """A drafter since the last time that it had to read rows of earlier rounds.
+
+    It gained `gain_ms`, and was last `asked` in that round. After a pause it has to
+    read again, so if it lost, it is asked `wait` rounds later.
+    """
+
+    asked: int = 0
+    gain_ms: float = 0.0
+    wait: int = 0
+
+
 class Profit:
     """The milliseconds that a planned round gains on average, negative if it loses.
 
@@ -261,24 +274,38 @@ class Profit:
         gain = tokens * p - the time of the round
         rest = -average / (SHARE * p) rounds, if the average is negative
 
-    So planning that gains nothing takes `SHARE` of the time.
+    So planning that gains nothing takes `SHARE` of the time. So does what a drafter
+    reads after its pauses: each that did not pay doubles the next, up to that share.
     """
 
     WEIGHT = 0.1  # The weight of one planned round.
     SHARE = 0.01  # The share of the time that vain planning may take.
-    MAX_REST = 64  # The most rounds without a plan in a row.
+    MAX_PLANNED = 96  # The most rounds with a draft before a plain round is timed.
+    MAX_REST = 128  # The most rounds without a plan in a row.
+    FIRST_WAIT = 64  # Half of a drafter's pause after its first loss, in rounds.
 
     def __init__(self) -> None:
         self.average_ms = 0.0
+        self._prepared_ms = 0.0  # what the probes of the last round cost
         self._plain_ms: deque[float] = deque(maxlen=RECENT_ROUNDS)
+        self._rounds = self._begun = 0
+        self._measured = -self.MAX_PLANNED  # the last plain round
+        self._trials: dict[str, _Trial] = defaultdict(_Trial)
 
     def begin(self) -> None:
-        """Start a generation, whose plain rounds may take another time."""
-        self._plain_ms.clear()
+        """Start a generation."""
+        self._begun = self._rounds
+
+    def may_ask(self, method: str) -> bool:
+        """Whether a drafter has few rows to read, or has paused for long enough."""
+        trial = self._trials[method]
+        return not WIDEST <= self._rounds - trial.asked < trial.wait
 
     def add_plain(self, round_: Round) -> None:
         """Add the time of a round without a draft, less its `draft_seconds`."""
+        self._rounds += 1
         if round_.seconds:
+            self._measured = self._rounds
             self._plain_ms.append(1e3 * (round_.seconds - round_.draft_seconds))
 
     def add_planned(self, round_: Round) -> int:
@@ -286,13 +313,36 @@ class Profit:
         is_vain = not round_.drafted and not round_.probes
         if is_vain:
             self.add_plain(round_)
-        if not self._plain_ms or not round_.seconds:
+        else:
+            self._rounds += 1
+        if not round_.seconds:
             return 0
+        if self._rounds - self._measured >= self.MAX_PLANNED:
+            return 1
         plain_ms = median_low(self._plain_ms)
         spent_ms = min(1e3 * round_.seconds, 2 * plain_ms * (1 + round_.drafted))
-        gain_ms = (1 + round_.accepted) * plain_ms - spent_ms
+        gain_ms = (1 + round_.accepted) * plain_ms - spent_ms - self._prepared_ms
+        if round_.probes and not round_.drafted and not self._prepared_ms:
+            self._prepared_ms = -gain_ms  # the next round drafts with its probes
+            return 0
+        self._prepared_ms = 0.0
         if is_vain:
             gain_ms = -1e3 * round_.draft_seconds
+        self._judge(round_, plain_ms, gain_ms)
         self.average_ms += self.WEIGHT * (gain_ms - self.average_ms)
         rest = max(0.0, -self.average_ms) / (self.SHARE * plain_ms)
         return min(self.MAX_REST, int(rest))
+
+    def _judge(self, round_: Round, plain_ms: float, gain_ms: float) -> None:
+        """Add a round's gain to its drafter's, and begin a trial where one read."""
+        for method, seconds in round_.late.items():
+            trial, ms = self._trials[method], 1e3 * seconds
+            if ms > plain_ms:
+                longest = ms / (self.SHARE * plain_ms)
+                wait = min(2 * max(trial.wait, self.FIRST_WAIT), int(longest))
+                trial.wait = wait if trial.gain_ms < 0.0 else 0
+                # What it reads of a prompt is no cost of drafting.
+                trial.gain_ms = 0.0 if self._rounds - self._begun < WIDEST else -ms
+            trial.asked = self._rounds
+        if round_.drafted:
+            self._trials[round_.method].gain_ms += gain_ms

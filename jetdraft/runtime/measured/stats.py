@@ -15,10 +15,11 @@ class Round(NamedTuple):
     accepted tokens and the first wrong token: the rank of the right sibling, and the
     number of siblings, which is the rank too if all were wrong. `probes` drafted for
     the next round. `off` says why this had no draft. `asked` maps each method that was
-    asked to its offered rows and seconds. `evidence` is the proposer's for this draft.
-    `seconds` is the time of the whole round, 0 if it was not taken, without the time in
-    which proposers read rows of earlier rounds. `draft_seconds` is the time until the
-    draft was there, or given up, `commit_seconds` of moving accepted rows together.
+    asked to its offered rows and seconds, `late` to the seconds in which it read rows
+    of earlier rounds. `evidence` is the proposer's for this draft.
+    `seconds` is the time of the whole round without `late`, 0 if it was not taken.
+    `draft_seconds` is the time until the draft was there, or given up, `commit_seconds`
+    of moving accepted rows together.
     `experts` counts the experts of all layers that the pass touched.
     """
 
@@ -31,6 +32,7 @@ class Round(NamedTuple):
     probes: int = 0
     off: str = ""
     asked: Mapping[str, tuple[int, float]] = MappingProxyType({})
+    late: Mapping[str, float] = MappingProxyType({})
     evidence: int = 0
     seconds: float = 0.0
     commit_seconds: float = 0.0

@@ -173,6 +173,8 @@ class AdaptiveController:
             traits = proposer.traits
             if traits.probes and not probing.streams:
                 continue  # it drafts with probes, and this round has none
+            if proposer not in offers and not self.profit.may_ask(traits.name):
+                continue
             limit = min(self.max_draft_tokens, _most_tokens(proposer, room, offers))
             token_ms, evidence = self.curve.drafts.get(traits.name, 0.0), None
             if proposer in offers:  # its rows are there, and their time is spent
@@ -226,6 +228,9 @@ class AdaptiveController:
             if chance < NEGLIGIBLE:
                 break
             tokens += chance
+            fills = length == deepest or self.widths[length + 1] == length + 1
+            if chance == 1.0 and not fills:
+                continue  # a sure row is worth asking for
             yield _Promise(length, length, tokens, chance)
         if self.branching and traits.branches and rates:
             yield from self._tree_promises(proposer, limit, rates)

@@ -132,14 +132,17 @@ MAX_PROPOSERS = 64
 
 @dataclass
 class Offer:
-    """The draft of a round; `asked` has the rows and the seconds of each proposer."""
+    """The draft of a round; `asked` has the rows and the seconds of each proposer.
+
+    `late` has the seconds in which a method read rows of earlier rounds.
+    """
 
     rows: Rows
     method: str = NONE
     probing: Probing = NO_PROBING
     asked: dict[Proposer, tuple[int, float]] = field(default_factory=dict)
     evidence: int = 0
-    late_seconds: float = 0.0
+    late: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -167,7 +170,7 @@ class ProposerSet:
             if proposer not in drafts:
                 start = time.perf_counter()
                 proposer.catch_up(context)
-                offer.late_seconds += time.perf_counter() - start
+                offer.late[proposer.traits.name] = time.perf_counter() - start
                 start = time.perf_counter()
                 rows = _propose(assignment, context, self.vocab_size)
                 offer.asked[proposer] = rows.drafted, time.perf_counter() - start

@@ -1,9 +1,10 @@
 import random
+from itertools import pairwise
 
 import pytest
 
 from jetdraft.runtime.drafts.rows import Probing
-from jetdraft.runtime.measured.cost_model import Curve
+from jetdraft.runtime.measured.cost_model import Curve, Profit
 from jetdraft.runtime.measured.stats import Acceptance, Round
 from jetdraft.runtime.planning import controller as module
 from jetdraft.runtime.planning.controller import NO_DRAFT, AdaptiveController
@@ -417,3 +418,37 @@ def test_rows_with_other_experts_are_not_drafted():
     ]
     # Two rows are the narrowest pass, whose second row is carried anyway.
     assert lengths[0] > lengths[1] > lengths[2] == 1
+
+
+def timed(drafted=0, accepted=0, ms=1.0, late_ms=0.0):
+    """A round that took `ms` by the clock, of which the curve knows a millisecond."""
+    late = {"draft": late_ms / 1e3} if drafted else {}
+    round_ = outcome("draft", drafted, accepted, draft_ms=0.0)
+    return round_._replace(seconds=ms / 1e3, late=late)
+
+
+def test_drafts_in_every_round_are_measured_against_a_plain_round():
+    """Else a curve that promises too much would draft for ever."""
+    controller, drafts = adaptive(), 0
+    for _ in range(1000):
+        drafted = controller.assign(15, {}).budget
+        drafts += drafted > 0
+        controller.observe(timed(drafted, drafted, ms=1 + 2 * drafted))
+    assert 3 < drafts < 30
+
+
+@cases("accepted, longest", (0, 2000), (9, 64))
+def test_a_drafter_that_lost_after_a_pause_pauses_for_longer(accepted, longest):
+    """What it reads costs 20 ms; a share of 0.01 is 2,000 rounds."""
+    profit, asked = Profit(), []
+    profit.add_plain(timed())
+    for index in range(30_000):
+        if index % 64 < 4 and profit.may_ask("draft"):
+            late_ms = 20.0 if index % 64 == 0 else 0.0
+            profit.add_planned(timed(9, accepted, late_ms=late_ms))
+            asked.append(index // 64 * 64)
+        else:
+            profit.add_plain(timed())
+    pauses = [pause for one, other in pairwise(asked) if (pause := other - one)]
+    assert sorted(pauses) == pauses
+    assert longest - 64 <= pauses[-1] <= longest + 64

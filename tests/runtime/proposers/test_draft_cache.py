@@ -225,6 +225,14 @@ def test_the_catch_up_is_the_first_draft(model, method):
     assert model.parts.drafter.passes - before <= each * rounds + 2
 
 
+def test_a_catch_up_leaves_the_row_that_drafts(model, method):
+    """So what a draft takes after a pause is what it takes without."""
+    cache, context = model.parts.draft_cache, [*PROMPT, *PROMPT]
+    model.forget()
+    cache.catch_up(context)
+    assert cache.tokens == ([] if cache.reads else context[:-1])
+
+
 class Turns(Proposer):
     """A method in every other round; between them a proposer that is right or wrong."""
 
