@@ -141,6 +141,15 @@ def as_error(
         raise own from error
 
 
+@contextmanager
+def refusing(refusal: Exception, *causes: type[Exception]) -> Iterator[None]:
+    """Raise `refusal` for one of the `causes` in the block."""
+    try:
+        yield
+    except causes as error:
+        raise refusal from error
+
+
 def reason_of(error: Exception) -> str:
     """What went wrong in one line, for an error of the system without its file name.
 

@@ -22,7 +22,7 @@ from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.folder import check_file_types, check_shards
 from jetdraft.checkpoints.heads.head_layers import HeadConfig
 from jetdraft.checkpoints.layers import D2T, MAX_PADDING, T2D, ids_from_d2t
-from jetdraft.errors import CheckpointError, as_error, printable
+from jetdraft.errors import CheckpointError, as_error, printable, refusing
 from jetdraft.parsing import read_json_file
 
 # The last is Medusa's and Hydra's; other files of torch belong to a training.
@@ -308,12 +308,9 @@ def _find_folder(source: str) -> Path:
         check_file_types(Path(source))
         check_shards(Path(source))
         return Path(source)
-    try:
+    fact = f"no head at {printable(source)}; give a folder, or a hub id like org/name"
+    with refusing(CheckpointError(fact), OSError, ValueError):
         return Path(snapshot_download(source, allow_patterns=["*.json", *_WEIGHTS]))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"no head at {printable(source)}; give a folder, or a hub id like org/name"
-        ) from error
 
 
 def _read_tensors(source: str, folder: Path) -> dict[str, Tensor]:
