@@ -22,7 +22,7 @@ A message states the fact and the fix in one line. The command line prints it an
 ends with exit code 2.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 
@@ -148,6 +148,19 @@ def refusing(refusal: Exception, *causes: type[Exception]) -> Iterator[None]:
         yield
     except causes as error:
         raise refusal from error
+
+
+def check_choice(
+    kind: type[JetdraftError],
+    name: str,
+    value: object,
+    choices: Iterable[object],
+    *field: str,
+) -> None:
+    """Raise a `kind`, perhaps with a `field`, unless `value` is one of `choices`."""
+    if value not in (known := list(choices)):
+        listed = ", ".join(map(str, known))
+        raise kind(f"unknown {name} {value!r}; choose {listed}", *field)
 
 
 def reason_of(error: Exception) -> str:
