@@ -24,6 +24,7 @@ ends with exit code 2.
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Self
 
 
 class JetdraftError(Exception):
@@ -62,6 +63,11 @@ class CheckpointError(JetdraftError):
 
 class UnsupportedModelError(CheckpointError):
     """The checkpoint's architecture cannot be exported."""
+
+    @classmethod
+    def of(cls, model: object, fact: str, fix: str = "see docs/models.md") -> Self:
+        """The error for what the class of a model, or of a part of it, is or does."""
+        return cls(f"{type(model).__name__} {fact}; {fix}")
 
 
 class PairError(JetdraftError):

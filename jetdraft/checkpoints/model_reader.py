@@ -326,10 +326,8 @@ def _check_loaded(
     if family in refusals.RECURRENT_FAMILIES:
         is_seen |= connect(model, attention.active_states)
     if not (model._supports_attention_backend or is_seen):
-        raise UnsupportedModelError(
-            f"{type(model).__name__} attends by code of its own, or not at all, in "
-            "place of transformers' AttentionInterface; see docs/models.md"
-        )
+        fact = "attends by code of its own, or not at all, in place of transformers' "
+        raise UnsupportedModelError.of(model, f"{fact}AttentionInterface")
     if unknown := sorted(set(integers).difference(names)):
         raise CheckpointError(
             f"{source} has quantized weights {unknown[0]!r} and {len(unknown) - 1} "
