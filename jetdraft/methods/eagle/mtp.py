@@ -75,8 +75,7 @@ class Mtp(Eagle):
         for name in norms:
             if name not in shared | own:
                 prefix = files.stored_name(fc, shared | own).removesuffix(fc)
-                fact = f"{files.source} lacks weight {prefix + name!r}"
-                raise CheckpointError(f"{fact}; fetch it again")
+                raise files.refusal(f"lacks weight {prefix + name!r}")
         named = _stack_experts(_rename_tensors(layout, own, shared))
         tensors.clear()
         tensors.update(named)
@@ -123,8 +122,8 @@ def _split_tensors(
         into = modules.setdefault(int(match[1]), {}) if numbered else shared
         into[match[2]] = tensor
     if len(modules) != 1:
-        fact = f"{files.source} has {len(modules)} MTP modules"
-        raise CheckpointError(f"{fact}; jetdraft reads files with one module")
+        fix = "jetdraft reads files with one module"
+        raise files.refusal(f"has {len(modules)} MTP modules", fix)
     ((_, tensors),) = modules.items()
     return tensors, shared
 
