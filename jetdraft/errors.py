@@ -22,8 +22,9 @@ A message states the fact and the fix in one line. The command line prints it an
 ends with exit code 2.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Self
 
 
 class JetdraftError(Exception):
@@ -62,6 +63,11 @@ class CheckpointError(JetdraftError):
 
 class UnsupportedModelError(CheckpointError):
     """The checkpoint's architecture cannot be exported."""
+
+    @classmethod
+    def of(cls, model: object, fact: str, fix: str = "see docs/models.md") -> Self:
+        """The error for what the class of a model, or of a part of it, is or does."""
+        return cls(f"{type(model).__name__} {fact}; {fix}")
 
 
 class PairError(JetdraftError):
@@ -139,6 +145,28 @@ def as_error(
         if isinstance(own, OptionError):
             own.field = field or own.field
         raise own from error
+
+
+@contextmanager
+def refusing(refusal: Exception, *causes: type[Exception]) -> Iterator[None]:
+    """Raise `refusal` for one of the `causes` in the block."""
+    try:
+        yield
+    except causes as error:
+        raise refusal from error
+
+
+def check_choice(
+    kind: type[JetdraftError],
+    name: str,
+    value: object,
+    choices: Iterable[object],
+    *field: str,
+) -> None:
+    """Raise a `kind`, perhaps with a `field`, unless `value` is one of `choices`."""
+    if value not in (known := list(choices)):
+        listed = ", ".join(map(str, known))
+        raise kind(f"unknown {name} {value!r}; choose {listed}", *field)
 
 
 def reason_of(error: Exception) -> str:

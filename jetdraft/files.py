@@ -11,7 +11,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from jetdraft.errors import DataError, JetdraftError, OutputError, as_error
+from jetdraft.errors import DataError, JetdraftError, OutputError, as_error, refusing
 
 TRIAL_FILE_BYTES = 4096  # An empty file may fit on a full disk.
 MAX_BYTES = 1 << 28  # A device or a pipe may never end.
@@ -90,11 +90,9 @@ def locked(path: Path, wait: bool = False, create: bool = False) -> Iterator[boo
     Yields whether the lock was free; with `wait` it waits. Raises `OSError`, or
     `OutputError` on a system without such locks.
     """
-    try:
+    fact = f"cannot lock {path}: this system has no file locks"
+    with refusing(OutputError(f"{fact}; use jetdraft on Linux"), ImportError):
         import fcntl
-    except ImportError as error:
-        fact = f"cannot lock {path}: this system has no file locks"
-        raise OutputError(f"{fact}; use jetdraft on Linux") from error
     handle = os.open(path, os.O_CREAT | os.O_RDWR if create else os.O_RDONLY, 0o666)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
@@ -112,36 +110,33 @@ Arrays = dict[str, npt.NDArray[Any]]
 
 def read_arrays(file: Path, refusal: JetdraftError, *names: str) -> Arrays:
     """Read arrays of an uncompressed npz, all or `names`; raises `refusal`."""
-    try:
+    with (
+        refusing(refusal, Exception),  # of a dozen types, from zipfile and numpy
         # numpy leaves files open that it cannot read, unless it was given a handle.
-        with file.open("rb") as handle, np.load(handle, allow_pickle=False) as stored:
-            sizes = [entry.file_size for entry in stored.zip.infolist()]
-            if sum(sizes) > file.stat().st_size:  # `write_arrays` compresses nothing
-                raise ValueError("it is compressed")
-            return {name: stored[name] for name in names or stored.files}
-    except Exception as error:  # of a dozen types, from zipfile and numpy
-        raise refusal from error
+        file.open("rb") as handle,
+        np.load(handle, allow_pickle=False) as stored,
+    ):
+        sizes = [entry.file_size for entry in stored.zip.infolist()]
+        if sum(sizes) > file.stat().st_size:  # `write_arrays` compresses nothing
+            raise ValueError("it is compressed")
+        return {name: stored[name] for name in names or stored.files}
 
 
 def read_array(file: Path, refusal: JetdraftError) -> npt.NDArray[Any]:
     """Read the array of an npy; raises `refusal` for any other file."""
-    try:
-        with file.open("rb") as handle:
-            return np.lib.format.read_array(handle, allow_pickle=False)
-    except Exception as error:  # of many types, from numpy
-        raise refusal from error
+    with refusing(refusal, Exception), file.open("rb") as handle:
+        return np.lib.format.read_array(handle, allow_pickle=False)
 
 
 def read_bytes(file: Path) -> bytes:
     """Read a file; raises `DataError` if it cannot be read or does not end."""
-    try:
-        with file.open("rb") as handle:
-            data = handle.read() if file.is_file() else handle.read(MAX_BYTES + 1)
-    except FileNotFoundError as error:
-        raise DataError(f"no data file {file}; give an existing file") from error
-    except OSError as error:
-        fact = f"cannot read {file} ({error.strerror}); give a text file"
-        raise DataError(fact) from error
+    missing = DataError(f"no data file {file}; give an existing file")
+    with (
+        as_error(DataError, OSError, f"cannot read {file}", "give a text file"),
+        refusing(missing, FileNotFoundError),
+        file.open("rb") as handle,
+    ):
+        data = handle.read() if file.is_file() else handle.read(MAX_BYTES + 1)
     if len(data) > MAX_BYTES and not file.is_file():
         raise DataError(f"{file} does not end; give a file")
     return data

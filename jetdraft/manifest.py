@@ -16,7 +16,7 @@ from tempfile import mkdtemp
 from typing import Annotated, Any, TypedDict
 
 from jetdraft.contracts.step_contract import Selection, SplitContract, StepContract
-from jetdraft.errors import BundleError, OutputError, as_error, printable
+from jetdraft.errors import BundleError, OutputError, as_error, printable, refusing
 from jetdraft.files import check_writable, locked, replacing
 from jetdraft.parsing import Count, Rule, Size, in_range, read_json_file
 from jetdraft.recipe import Recipe
@@ -39,20 +39,18 @@ def seal_hash(manifest: dict[str, Any]) -> str:
 
 def read_manifest(folder: Path) -> dict[str, Any]:
     """Read the manifest in a folder; raises `BundleError` if it cannot."""
-    try:
+    file = folder / MANIFEST
+    missing = f"{folder} has no {MANIFEST}; make a bundle with jetdraft export"
+    damaged = f"{file} is damaged; export or copy the bundle again"
+    with (
+        as_error(BundleError, OSError, f"cannot read {file}", "check its permissions"),
+        refusing(BundleError(missing), FileNotFoundError),
+        refusing(BundleError(damaged), ValueError, KeyError, TypeError),
+    ):
         if not folder.is_dir():
             raise BundleError(f"no bundle at {folder}; make one with jetdraft export")
-        manifest = dict(read_json_file(folder / MANIFEST))
+        manifest = dict(read_json_file(file))
         version = manifest[VERSION]
-    except FileNotFoundError as error:
-        fact = f"{folder} has no {MANIFEST}; make a bundle with jetdraft export"
-        raise BundleError(fact) from error
-    except OSError as error:
-        fact = f"cannot read {folder / MANIFEST} ({error.strerror})"
-        raise BundleError(f"{fact}; check its permissions") from error
-    except (ValueError, KeyError, TypeError) as error:
-        fact = f"{folder / MANIFEST} is damaged; export or copy the bundle again"
-        raise BundleError(fact) from error
     if version != SCHEMA_VERSION:
         is_newer = isinstance(version, int) and version > SCHEMA_VERSION
         advice = "update jetdraft" if is_newer else "export the bundle again"
@@ -60,7 +58,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         fact += f"reads {SCHEMA_VERSION}; {advice}"
         raise BundleError(fact)
     if manifest.get(SEAL) != seal_hash(manifest):
-        fact = f"{folder / MANIFEST} was altered (its sha256 differs)"
+        fact = f"{file} was altered (its sha256 differs)"
         raise BundleError(f"{fact}; export or copy the bundle again")
     return manifest
 

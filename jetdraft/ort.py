@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from jetdraft.errors import ProviderError
+from jetdraft.errors import ProviderError, refusing
 
 
 class _MissingPackage:
@@ -29,11 +29,9 @@ except ImportError:
 
 def import_onnx() -> Any:
     """Import the package onnx; raises `ProviderError` if it is missing."""
-    try:
+    fix = "pip install 'jetdraft[gpu]', or 'jetdraft[webgpu]'"
+    with refusing(ProviderError(f"to read a graph needs onnx; {fix}"), ImportError):
         import onnx
-    except ImportError as error:
-        fix = "pip install 'jetdraft[gpu]', or 'jetdraft[webgpu]'"
-        raise ProviderError(f"to read a graph needs onnx; {fix}") from error
     return onnx
 
 

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from jetdraft.errors import BundleError, OptionError, as_error
+from jetdraft.errors import BundleError, OptionError, as_error, check_choice
 
 GRIDS = {"q4_0": 4.5, "q4_1": 5, "q5_0": 5.5, "q5_1": 6, "q8_0": 8.5}
 GRIDS |= {"q4_k": 4.625, "q5_k": 5.625, "q6_k": 6.5625}
@@ -92,13 +92,9 @@ class Recipe:
             ("algorithm", self.algorithm, ALGORITHMS),
             ("quantization of the head", self.head or self.scheme, SCHEMES),
             ("quantization of the KV cache", self.kv or KV_SCHEMES[0], KV_SCHEMES),
+            ("block size", self.block_size, BLOCK_SIZES),
         ):
-            if value not in choices:
-                fact = f"unknown {name} {value!r}; choose {', '.join(choices)}"
-                raise OptionError(fact)
-        if self.block_size not in BLOCK_SIZES:
-            sizes = ", ".join(map(str, BLOCK_SIZES))
-            raise OptionError(f"unknown block size {self.block_size}; choose {sizes}")
+            check_choice(OptionError, name, value, choices)
         if self.scheme == "none" and self.head is not None:
             fact = "a recipe with the scheme none cannot quantize the head"
             raise OptionError(f"{fact}; leave head out, or choose {', '.join(BITS)}")

@@ -182,8 +182,7 @@ def _check_call(module: Any, unknown: list[str], attends_twice: bool) -> None:
         ("attends twice in one layer", attends_twice),
     ):
         if has_it:
-            fact = f"{type(module).__name__} {problem}"
-            raise UnsupportedModelError(f"{fact}; see docs/models.md")
+            raise UnsupportedModelError.of(module, problem)
 
 
 def _attend_both_ways(
@@ -404,10 +403,8 @@ def attend_to_source(
         return attend(module, query, key, value, attention_mask, scaling, **extra)
     unknown = unknown_arguments(extra)
     if attention_mask is not None or unknown:
-        raise UnsupportedModelError(
-            f"{type(module).__name__} attends to a source with "
-            f"{', '.join(unknown) or 'a mask of its own'}; see docs/models.md"
-        )
+        what = ", ".join(unknown) or "a mask of its own"
+        raise UnsupportedModelError.of(module, f"attends to a source with {what}")
     bias = position_bias
     if getattr(module, "is_decoder", False):
         state = active_state()
@@ -464,8 +461,7 @@ def at_positions(model: Any, positions: Tensor) -> Iterator[None]:
     table = getattr(model.get_decoder(), "embed_positions", None)
     if table is None:
         if relative_bias_module(model) is None:
-            fact = f"{type(model).__name__} has positions of its own kind"
-            raise UnsupportedModelError(f"{fact}; see docs/models.md")
+            raise UnsupportedModelError.of(model, "has positions of its own kind")
         yield
         return
     places = positions + getattr(table, "offset", 0)

@@ -1,5 +1,7 @@
 """The fields by which a checkpoint chooses its text, and what becomes of them."""
 
+import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,84 +32,97 @@ class Rule:
     names: str
     fate: str
     why: str
-    neutral: Callable[[Any], bool] = neutral()
+    neutral: Callable[[Any], bool]
+
+
+_FATES = "|".join((KEPT, NO_TEXT, WARNED, REFUSED))
+_RULE = re.compile(rf"^([^:]+): ({_FATES})(?: unless ([^:]+))?: (.+)$")
+_NEUTRAL: dict[str, Callable[[Any], bool]] = {
+    "": neutral(),
+    "words of one token": lambda words: all(len(word) == 1 for word in words or ()),
+    "the model's": lambda value: True,  # the reader compares it with the model's
+}
+
+
+def read_rules(table: str) -> tuple[Rule, ...]:
+    """Read rows of a table; further lines of a row are indented.
+
+    top_k min_p: honoured: the options of these names
+    split.count: refused unless 0, 1: the parts must be joined
+    """
+    rules = []
+    for row in re.split(r"\n(?=\S)", table.strip()):
+        [(names, fate, unless, why)] = _RULE.findall(" ".join(row.split()))
+        test = _NEUTRAL.get(unless) or neutral(*json.loads(f"[{unless}]"))
+        rules.append(Rule(names, fate, why, test))
+    return tuple(rules)
 
 
 # Rules for generation_config.json, or for config.json where that is missing.
-# fmt: off
-GENERATION_FIELDS = (
-    Rule("do_sample temperature top_k top_p min_p", KEPT,
-        "greedy unless `do_sample`; then the temperature is 1 and `top_k` 50 where "
-        "the file has none, as in transformers"),
-    Rule("repetition_penalty", KEPT, "the option of this name"),
-    Rule("stop_strings", KEPT, "the option `stop`"),
-    Rule("eos_token_id", KEPT, "all of them end a text"),
-    Rule("suppress_tokens", KEPT, "the option `logit_bias`, which takes them out"),
-    Rule("bad_words_ids", WARNED,
-        "words of several tokens; words of one token are honoured as `logit_bias`",
-        lambda words: all(len(word) == 1 for word in words or ())),
-    Rule("num_beams", WARNED,
-        "there is no beam search: the text is the one of a single beam", neutral(1)),
-    Rule("early_stopping length_penalty num_beam_groups diversity_penalty",
-        NO_TEXT, "only beams have it"),
-    Rule("max_length", WARNED,
-        "`--max-new-tokens` and `--capacity` say how long a text is", neutral(20)),
-    Rule("max_new_tokens max_time", WARNED,
-        "`--max-new-tokens` and `max_seconds` say how long a text is", neutral()),
-    Rule("min_length min_new_tokens exponential_decay_length_penalty", WARNED,
-        "a text may end at any token", neutral(0)),
-    Rule("no_repeat_ngram_size encoder_no_repeat_ngram_size", WARNED,
-        "the text may repeat; see `repetition_penalty`", neutral(0)),
-    Rule("encoder_repetition_penalty guidance_scale", WARNED,
-        "no option does this", neutral(1)),
-    Rule("sequence_bias penalty_alpha dola_layers constraints force_words_ids "
-        "watermarking_config token_healing", WARNED, "no option does this",
-        neutral(False)),
-    Rule("top_h typical_p epsilon_cutoff eta_cutoff", NO_TEXT,
-        "without `do_sample` nothing is filtered"),
-    Rule("begin_suppress_tokens forced_bos_token_id forced_eos_token_id", WARNED,
-        "no token is forced or forbidden at one place only"),
-    Rule("renormalize_logits remove_invalid_values", NO_TEXT, "the order stays"),
-    Rule("bos_token_id pad_token_id decoder_start_token_id", NO_TEXT,
-        "the tokenizer or the chat template begins a text, and nothing is padded"),
-    Rule("use_cache cache_implementation cache_config max_cache_len "
-        "prefill_chunk_size compile_config disable_compile "
-        "continuous_batching_config low_memory return_legacy_cache", NO_TEXT,
-        "how transformers computes; a bundle has its own KV buffers"),
-    Rule("is_assistant use_mtp num_assistant_tokens num_assistant_tokens_schedule "
-        "assistant_confidence_threshold prompt_lookup_num_tokens "
-        "max_matching_ngram_size assistant_early_exit assistant_lookbehind "
-        "target_lookbehind assistant_ensemble_weight speculation_type", NO_TEXT,
-        "how transformers drafts; drafts change no text here"),
-    Rule("num_return_sequences output_attentions output_hidden_states "
-        "output_scores output_logits return_dict_in_generate", NO_TEXT,
-        "what a call gives back beside the text"),
-    Rule("transformers_version _from_model_config _commit_hash generation_kwargs",
-        NO_TEXT, "where the file comes from"),
-)
+GENERATION_FIELDS = read_rules("""
+do_sample temperature top_k top_p min_p: honoured: greedy unless `do_sample`; then the
+    temperature is 1 and `top_k` 50 where the file has none, as in transformers
+repetition_penalty: honoured: the option of this name
+stop_strings: honoured: the option `stop`
+eos_token_id: honoured: all of them end a text
+suppress_tokens: honoured: the option `logit_bias`, which takes them out
+bad_words_ids: warned of unless words of one token: words of several tokens; words of
+    one token are honoured as `logit_bias`
+num_beams: warned of unless 1: there is no beam search: the text is the one of a single
+    beam
+early_stopping length_penalty num_beam_groups diversity_penalty: changes no text: only
+    beams have it
+max_length: warned of unless 20: `--max-new-tokens` and `--capacity` say how long a text
+    is
+max_new_tokens max_time: warned of: `--max-new-tokens` and `max_seconds` say how long a
+    text is
+min_length min_new_tokens exponential_decay_length_penalty: warned of unless 0: a text
+    may end at any token
+no_repeat_ngram_size encoder_no_repeat_ngram_size: warned of unless 0: the text may
+    repeat; see `repetition_penalty`
+encoder_repetition_penalty guidance_scale: warned of unless 1: no option does this
+sequence_bias penalty_alpha dola_layers constraints force_words_ids watermarking_config
+    token_healing: warned of unless false: no option does this
+top_h typical_p epsilon_cutoff eta_cutoff: changes no text: without `do_sample` nothing
+    is filtered
+begin_suppress_tokens forced_bos_token_id forced_eos_token_id: warned of: no token is
+    forced or forbidden at one place only
+renormalize_logits remove_invalid_values: changes no text: the order stays
+bos_token_id pad_token_id decoder_start_token_id: changes no text: the tokenizer or the
+    chat template begins a text, and nothing is padded
+use_cache cache_implementation cache_config max_cache_len prefill_chunk_size
+    compile_config disable_compile continuous_batching_config low_memory
+    return_legacy_cache: changes no text: how transformers computes; a bundle has its
+    own KV buffers
+is_assistant use_mtp num_assistant_tokens num_assistant_tokens_schedule
+    assistant_confidence_threshold prompt_lookup_num_tokens max_matching_ngram_size
+    assistant_early_exit assistant_lookbehind target_lookbehind
+    assistant_ensemble_weight speculation_type: changes no text: how transformers
+    drafts; drafts change no text here
+num_return_sequences output_attentions output_hidden_states output_scores output_logits
+    return_dict_in_generate: changes no text: what a call gives back beside the text
+transformers_version _from_model_config _commit_hash generation_kwargs: changes no text:
+    where the file comes from
+""")
 # Rules for files with `do_sample`; they override `GENERATION_FIELDS`.
-SAMPLING_FIELDS = (
-    Rule("top_h typical_p epsilon_cutoff eta_cutoff", WARNED,
-        "sampling has no such filter", neutral(0, 1)),
-)
+SAMPLING_FIELDS = read_rules("""
+top_h typical_p epsilon_cutoff eta_cutoff: warned of unless 0, 1: sampling has no such
+    filter
+""")
 # Rules for encoder-decoders; they override `GENERATION_FIELDS`.
-SOURCE_FIELDS = (
-    Rule("decoder_start_token_id forced_bos_token_id", KEPT,
-        "a text begins with them"),
-)
-SPEECH_FIELDS = (
-    Rule("no_timestamps_token_id lang_to_id task_to_id suppress_tokens "
-        "begin_suppress_tokens max_initial_timestamp_index", KEPT,
-        "the rules of a transcript"),
-    Rule("language task return_timestamps", WARNED,
-        "`jetdraft transcribe` takes the language, or detects it",
-        neutral("transcribe", False, True)),
-    Rule("stop_strings", WARNED, "a transcript has no stop texts"),
-    Rule("max_length max_new_tokens forced_decoder_ids is_multilingual "
-        "alignment_heads prev_sot_token_id median_filter_width", NO_TEXT,
-        "windows have their own length and beginning, and words no times"),
-)
-# fmt: on
+SOURCE_FIELDS = read_rules("""
+decoder_start_token_id forced_bos_token_id: honoured: a text begins with them
+""")
+SPEECH_FIELDS = read_rules("""
+no_timestamps_token_id lang_to_id task_to_id suppress_tokens begin_suppress_tokens
+    max_initial_timestamp_index: honoured: the rules of a transcript
+language task return_timestamps: warned of unless "transcribe", false, true: `jetdraft
+    transcribe` takes the language, or detects it
+stop_strings: warned of: a transcript has no stop texts
+max_length max_new_tokens forced_decoder_ids is_multilingual alignment_heads
+    prev_sot_token_id median_filter_width: changes no text: windows have their own
+    length and beginning, and words no times
+""")
 
 
 def rules_by_name(*tables: tuple[Rule, ...]) -> dict[str, Rule]:
@@ -132,7 +147,7 @@ def passed_over_fields(
             yield f"{file}: {name} {printable(value, MAX_VALUE_LETTERS)}: {rule.why}"
 
 
-_UNKNOWN_FIELD = Rule("", WARNED, "this version does not know it")
+_UNKNOWN_FIELD = Rule("", WARNED, "this version does not know it", neutral())
 
 FILE, CONFIG = "generation_config.json", "config.json"
 NEVER_BIAS = -1e30  # The logit bias of a token that must never be chosen.

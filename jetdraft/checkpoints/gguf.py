@@ -47,16 +47,13 @@ def is_gguf(source: str) -> bool:
 @contextmanager
 def opened_gguf(source: str) -> "Iterator[GgufFile]":
     """Open a file to read; raises `CheckpointError` or `UnsupportedModelError`."""
-    try:
+    fact = f"{source} is cut off, or is not a GGUF file that the package gguf can read"
+    other = CheckpointError(f"{fact}; fetch it again, or upgrade gguf")
+    with (
+        as_error(CheckpointError, OSError, f"cannot read {source}", "check the file"),
+        errors.refusing(other, *_MALFORMED),
+    ):
         yield GgufFile(source)
-    except OSError as error:
-        fact = f"cannot read {source} ({errors.reason_of(error)})"
-        raise CheckpointError(f"{fact}; check the file") from error
-    except _MALFORMED as error:
-        raise CheckpointError(
-            f"{source} is cut off, or is not a GGUF file that the package gguf can "
-            "read; fetch it again, or upgrade gguf"
-        ) from error
 
 
 class GgufFile:
@@ -277,13 +274,10 @@ class GgufFile:
 
     def _dequantize(self, tensor: ReaderTensor, data: Any) -> Any:
         """The floats of a part of a tensor; `UnsupportedModelError` for its type."""
-        try:
+        fact = f"{self.source} has weights of the type {tensor.tensor_type.name}, "
+        fact += "which cannot be read; choose another quantization of the model"
+        with errors.refusing(UnsupportedModelError(fact), NotImplementedError):
             return dequantize(data, tensor.tensor_type)
-        except NotImplementedError:
-            raise UnsupportedModelError(
-                f"{self.source} has weights of the type {tensor.tensor_type.name}, "
-                "which cannot be read; choose another quantization of the model"
-            ) from None
 
     def _tensors_to_read(self, config: Any) -> Iterator[ReaderTensor]:
         """Return the tensors to read; of two tied copies, the one with more bits."""

@@ -5,118 +5,107 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from jetdraft.checkpoints.defaults import KEPT, NO_TEXT, REFUSED, WARNED, Rule, neutral
+from jetdraft.checkpoints.defaults import read_rules
 from jetdraft.checkpoints.layers import head_size
 from jetdraft.errors import UnsupportedModelError, printable
 
-_NOT_COMPUTED = "no model that can be read from a GGUF file computes with it"
 # Fields whose names follow the name of the family, as in llama.context_length.
-# fmt: off
-MODEL_FIELDS = (
-    Rule("context_length embedding_length block_count feed_forward_length vocab_size "
-        "attention.head_count attention.head_count_kv attention.key_length "
-        "shortconv.l_cache expert_count expert_used_count "
-        "expert_feed_forward_length expert_shared_feed_forward_length", KEPT,
-        "the sizes of the model"),
-    Rule("attention.layer_norm_epsilon attention.layer_norm_rms_epsilon "
-        "attention.sliding_window attn_logit_softcapping final_logit_softcapping "
-        "rope.dimension_count rope.freq_base rope.freq_base_swa", KEPT,
-        "numbers of the model; refused where the family has no such number"),
-    Rule("rope.scaling.type rope.scaling.factor rope.scaling.original_context_length "
-        "rope.scaling.attn_factor rope.scaling.yarn_beta_fast "
-        "rope.scaling.yarn_beta_slow rope.scale_linear", KEPT,
-        "linear, which is meant without a type too, and YaRN; others are refused"),
-    # The reader compares them with the model's.
-    Rule("attention.value_length attention.sliding_window_pattern "
-        "use_parallel_residual", REFUSED, "where the family's model has another value",
-        lambda value: True),
-    Rule("attention.causal", REFUSED, "only causal decoders can be exported",
-        neutral(True)),
-    Rule("logit_scale residual_scale embedding_scale attention.scale "
-        "attention.output_scale attention.value_scale rope.scaling.alpha "
-        "rope.scaling.yarn_attn_factor", REFUSED, _NOT_COMPUTED, neutral(0, 1)),
-    Rule("rope.scaling.yarn_ext_factor", REFUSED, _NOT_COMPUTED, neutral(1, -1)),
-    Rule("attention.clamp_kqv attention.max_alibi_bias attention.temperature_length "
-        "attention.temperature_scale attention.shared_kv_layers swin_norm "
-        "rope.scaling.yarn_log_multiplier rope.dimension_count_swa "
-        "rope.dimension_sections rescale_every_n_layers hidden_activation "
-        "swiglu_clamp_exp swiglu_clamp_shexp activation_sparsity_scale "
-        "embedding_length_per_layer_input embedding_length_out nextn_predict_layers "
-        "n_deepstack_layers deepstack_mapping target_layers target_hidden_size "
-        "norm_before_residual full_attention_interval token_shift_count "
-        "time_mix_extra_dim time_decay_extra_dim hash_layer_count "
-        "router_logit_softcapping leading_dense_block_count moe_every_n_layers "
-        "moe_latent_size interleave_moe_layer_step decoder_block_count "
-        "decoder_start_token_id attention.group_norm_epsilon "
-        "attention.group_norm_groups attention.relative_buckets_count "
-        "attention.compress_ratios attention.compress_rope_freq_base "
-        "attention.output_group_count attention.recurrent_layers "
-        "attention.key_length_swa attention.value_length_swa "
-        "attention.key_length_mla attention.value_length_mla attention.q_lora_rank "
-        "attention.kv_lora_rank attention.output_lora_rank attention.decay_lora_rank "
-        "attention.iclr_lora_rank attention.value_residual_mix_lora_rank "
-        "attention.gate_lora_rank attention.indexer.* altup.* expert_* "
-        "experts_per_group hyper_connection.* ssm.* kda.* wkv.* shortconv.*", REFUSED,
-        _NOT_COMPUTED, neutral(0)),
-    Rule("rope.scaling.finetuned tensor_data_layout pooling_type features_length "
-        "classifier.* posnet.* convnext.* {dense}_feat_in {dense}_feat_out "
-        "dense_2_feat_in dense_2_feat_out dense_3_feat_in dense_3_feat_out", NO_TEXT,
-        "llama.cpp does not read it for decoders, or not for text"),
-)
-FILE_FIELDS = (
-    Rule("general.architecture", KEPT, "the family"),
-    Rule("general.alignment", KEPT, "where weights begin"),
-    Rule("general.type", REFUSED, "only whole models can be read", neutral("model")),
-    Rule("general.name", KEPT, "in Phi-3 tokens take the spaces behind them"),
-    Rule("general.sampling.temp general.sampling.top_k general.sampling.top_p "
-        "general.sampling.min_p", KEPT,
-        "the options of a generation; where the file has some of them, the others "
-        "have llama.cpp's defaults: 0.8, 40, 0.95 and 0.05"),
-    Rule("general.sampling.sequence", WARNED, "the filters have one order"),
-    Rule("general.sampling.penalty_repeat", WARNED,
-        "there is no penalty on the last tokens only", neutral(1)),
-    Rule("general.sampling.xtc_threshold general.sampling.penalty_last_n "
-        "general.sampling.mirostat_tau general.sampling.mirostat_eta", NO_TEXT,
-        "only the fields around them use it"),
-    Rule("general.sampling.*", WARNED, "no option does this", neutral(0)),
-    Rule("general.*", NO_TEXT, "where the file comes from"),
-    Rule("split.count", REFUSED, "the parts must be joined", neutral(0, 1)),
-    Rule("split.no split.tensors.count", NO_TEXT, "of a file that was split"),
-    Rule("tokenizer.ggml.model tokenizer.ggml.pre tokenizer.ggml.tokens "
-        "tokenizer.ggml.token_type tokenizer.ggml.scores tokenizer.ggml.merges "
-        "tokenizer.ggml.add_space_prefix tokenizer.ggml.add_bos_token "
-        "tokenizer.ggml.add_eos_token", KEPT,
-        "the tokenizer; as in llama.cpp, tokens with the name of an end or of a mark "
-        "for infilling are control tokens, whatever their type"),
-    Rule("tokenizer.ggml.eos_token_id tokenizer.ggml.eot_token_id "
-        "tokenizer.ggml.eom_token_id tokenizer.ggml.fim_pad_token_id "
-        "tokenizer.ggml.fim_rep_token_id tokenizer.ggml.fim_sep_token_id", KEPT,
-        "they end a text, as do tokens with the name of an end"),
-    Rule("tokenizer.ggml.bos_token_id tokenizer.ggml.unknown_token_id "
-        "tokenizer.ggml.seperator_token_id tokenizer.ggml.padding_token_id "
-        "tokenizer.ggml.cls_token_id tokenizer.ggml.mask_token_id", KEPT,
-        "BOS begins a text; the chat template may name them"),
-    Rule("tokenizer.ggml.suppress_tokens", KEPT,
-        "the option `logit_bias`, which takes them out"),
-    Rule("tokenizer.chat_template tokenizer.chat_template.tool_use", KEPT,
-        "the chat template, and the one for tools"),
-    Rule("tokenizer.chat_templates tokenizer.chat_template.*", NO_TEXT,
-        "only who asks for it by name gets it"),
-    Rule("tokenizer.ggml.add_sep_token", REFUSED, "decoders have no separator",
-        neutral(False)),
-    Rule("tokenizer.ggml.token_type_count tokenizer.ggml.remove_extra_whitespaces "
-        "tokenizer.ggml.precompiled_charsmap tokenizer.ggml.normalizer.* "
-        "tokenizer.huggingface.json tokenizer.rwkv.world", NO_TEXT,
-        "llama.cpp does not read it for the kinds gpt2 and llama; others are refused"),
-    Rule("tokenizer.ggml.fim_pre_token_id tokenizer.ggml.fim_suf_token_id "
-        "tokenizer.ggml.fim_mid_token_id tokenizer.ggml.prefix_token_id "
-        "tokenizer.ggml.suffix_token_id tokenizer.ggml.middle_token_id", NO_TEXT,
-        "a prompt has the tokens for infilling itself"),
-    Rule("adapter.* diffusion.* xielu.*", REFUSED, _NOT_COMPUTED),
-    Rule("imatrix.* clip.* quantize.* GGUF.*", NO_TEXT,
-        "of quantization, of other parts, or of the format"),
-)
-# fmt: on
+MODEL_FIELDS = read_rules("""
+context_length embedding_length block_count feed_forward_length vocab_size
+    attention.head_count attention.head_count_kv attention.key_length shortconv.l_cache
+    expert_count expert_used_count expert_feed_forward_length
+    expert_shared_feed_forward_length: honoured: the sizes of the model
+attention.layer_norm_epsilon attention.layer_norm_rms_epsilon attention.sliding_window
+    attn_logit_softcapping final_logit_softcapping rope.dimension_count rope.freq_base
+    rope.freq_base_swa: honoured: numbers of the model; refused where the family has no
+    such number
+rope.scaling.type rope.scaling.factor rope.scaling.original_context_length
+    rope.scaling.attn_factor rope.scaling.yarn_beta_fast rope.scaling.yarn_beta_slow
+    rope.scale_linear: honoured: linear, which is meant without a type too, and YaRN;
+    others are refused
+attention.value_length attention.sliding_window_pattern use_parallel_residual: refused
+    unless the model's: where the family's model has another value
+attention.causal: refused unless true: only causal decoders can be exported
+logit_scale residual_scale embedding_scale attention.scale attention.output_scale
+    attention.value_scale rope.scaling.alpha rope.scaling.yarn_attn_factor: refused
+    unless 0, 1: no model that can be read from a GGUF file computes with it
+rope.scaling.yarn_ext_factor: refused unless 1, -1: no model that can be read from a
+    GGUF file computes with it
+attention.clamp_kqv attention.max_alibi_bias attention.temperature_length
+    attention.temperature_scale attention.shared_kv_layers swin_norm
+    rope.scaling.yarn_log_multiplier rope.dimension_count_swa rope.dimension_sections
+    rescale_every_n_layers hidden_activation swiglu_clamp_exp swiglu_clamp_shexp
+    activation_sparsity_scale embedding_length_per_layer_input embedding_length_out
+    nextn_predict_layers n_deepstack_layers deepstack_mapping target_layers
+    target_hidden_size norm_before_residual full_attention_interval token_shift_count
+    time_mix_extra_dim time_decay_extra_dim hash_layer_count router_logit_softcapping
+    leading_dense_block_count moe_every_n_layers moe_latent_size
+    interleave_moe_layer_step decoder_block_count decoder_start_token_id
+    attention.group_norm_epsilon attention.group_norm_groups
+    attention.relative_buckets_count attention.compress_ratios
+    attention.compress_rope_freq_base attention.output_group_count
+    attention.recurrent_layers attention.key_length_swa attention.value_length_swa
+    attention.key_length_mla attention.value_length_mla attention.q_lora_rank
+    attention.kv_lora_rank attention.output_lora_rank attention.decay_lora_rank
+    attention.iclr_lora_rank attention.value_residual_mix_lora_rank
+    attention.gate_lora_rank attention.indexer.* altup.* expert_* experts_per_group
+    hyper_connection.* ssm.* kda.* wkv.* shortconv.*: refused unless 0: no model that
+    can be read from a GGUF file computes with it
+rope.scaling.finetuned tensor_data_layout pooling_type features_length classifier.*
+    posnet.* convnext.* {dense}_feat_in {dense}_feat_out dense_2_feat_in
+    dense_2_feat_out dense_3_feat_in dense_3_feat_out: changes no text: llama.cpp does
+    not read it for decoders, or not for text
+""")
+FILE_FIELDS = read_rules("""
+general.architecture: honoured: the family
+general.alignment: honoured: where weights begin
+general.type: refused unless "model": only whole models can be read
+general.name: honoured: in Phi-3 tokens take the spaces behind them
+general.sampling.temp general.sampling.top_k general.sampling.top_p
+    general.sampling.min_p: honoured: the options of a generation; where the file has
+    some of them, the others have llama.cpp's defaults: 0.8, 40, 0.95 and 0.05
+general.sampling.sequence: warned of: the filters have one order
+general.sampling.penalty_repeat: warned of unless 1: there is no penalty on the last
+    tokens only
+general.sampling.xtc_threshold general.sampling.penalty_last_n
+    general.sampling.mirostat_tau general.sampling.mirostat_eta: changes no text: only
+    the fields around them use it
+general.sampling.*: warned of unless 0: no option does this
+general.*: changes no text: where the file comes from
+split.count: refused unless 0, 1: the parts must be joined
+split.no split.tensors.count: changes no text: of a file that was split
+tokenizer.ggml.model tokenizer.ggml.pre tokenizer.ggml.tokens tokenizer.ggml.token_type
+    tokenizer.ggml.scores tokenizer.ggml.merges tokenizer.ggml.add_space_prefix
+    tokenizer.ggml.add_bos_token tokenizer.ggml.add_eos_token: honoured: the tokenizer;
+    as in llama.cpp, tokens with the name of an end or of a mark for infilling are
+    control tokens, whatever their type
+tokenizer.ggml.eos_token_id tokenizer.ggml.eot_token_id tokenizer.ggml.eom_token_id
+    tokenizer.ggml.fim_pad_token_id tokenizer.ggml.fim_rep_token_id
+    tokenizer.ggml.fim_sep_token_id: honoured: they end a text, as do tokens with the
+    name of an end
+tokenizer.ggml.bos_token_id tokenizer.ggml.unknown_token_id
+    tokenizer.ggml.seperator_token_id tokenizer.ggml.padding_token_id
+    tokenizer.ggml.cls_token_id tokenizer.ggml.mask_token_id: honoured: BOS begins a
+    text; the chat template may name them
+tokenizer.ggml.suppress_tokens: honoured: the option `logit_bias`, which takes them out
+tokenizer.chat_template tokenizer.chat_template.tool_use: honoured: the chat template,
+    and the one for tools
+tokenizer.chat_templates tokenizer.chat_template.*: changes no text: only who asks for
+    it by name gets it
+tokenizer.ggml.add_sep_token: refused unless false: decoders have no separator
+tokenizer.ggml.token_type_count tokenizer.ggml.remove_extra_whitespaces
+    tokenizer.ggml.precompiled_charsmap tokenizer.ggml.normalizer.*
+    tokenizer.huggingface.json tokenizer.rwkv.world: changes no text: llama.cpp does not
+    read it for the kinds gpt2 and llama; others are refused
+tokenizer.ggml.fim_pre_token_id tokenizer.ggml.fim_suf_token_id
+    tokenizer.ggml.fim_mid_token_id tokenizer.ggml.prefix_token_id
+    tokenizer.ggml.suffix_token_id tokenizer.ggml.middle_token_id: changes no text: a
+    prompt has the tokens for infilling itself
+adapter.* diffusion.* xielu.*: refused: no model that can be read from a GGUF file
+    computes with it
+imatrix.* clip.* quantize.* GGUF.*: changes no text: of quantization, of other parts, or
+    of the format
+""")
 
 _CONFIG_NAMES = {
     "attention.layer_norm_rms_epsilon": ("rms_norm_eps", "norm_eps"),

@@ -20,8 +20,7 @@ def decoder_layers(model: Any) -> nn.ModuleList:
     for module in model.modules():
         if isinstance(module, nn.ModuleList) and len(module) == count:
             return module
-    fact = f"{type(model).__name__} has no list of {count} layers"
-    raise UnsupportedModelError(f"{fact}; see docs/models.md")
+    raise UnsupportedModelError.of(model, f"has no list of {count} layers")
 
 
 def head_size(config: Any) -> int:
@@ -35,8 +34,7 @@ def final_norm(model: Any) -> nn.Module:
     decoder = model.get_decoder()
     norms = [m for m in decoder.children() if "norm" in type(m).__name__.lower()]
     if not norms:
-        fact = f"{type(model).__name__} has no norm before its head"
-        raise UnsupportedModelError(f"{fact}; see docs/models.md")
+        raise UnsupportedModelError.of(model, "has no norm before its head")
     norm: nn.Module = norms[-1]
     return norm
 
@@ -116,8 +114,8 @@ def add_lora(model: Any, layers: Iterable[Any], rank: int, name: str) -> list[Te
     inner = {id(part) for part in parts if isinstance(part, nn.Linear)}
     names = [name for name, module in model.named_modules() if id(module) in inner]
     if not names:
-        fact = f"{type(model).__name__} has no linear layers that LoRA could go into"
-        raise UnsupportedModelError(f"{fact}; choose another model")
+        fact = "has no linear layers that LoRA could go into"
+        raise UnsupportedModelError.of(model, fact, "choose another model")
     config = LoraConfig(r=rank, lora_alpha=rank, target_modules=names)
     inject_adapter_in_model(config, model, adapter_name=name)
     return [w for n, w in model.named_parameters() if f".{name}." in n]

@@ -17,6 +17,7 @@ from tokenizers.models import BPE
 from torch import Tensor
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
+from jetdraft import errors
 from jetdraft.bundle import HOP, SAMPLE_RATE, WINDOW, Speech, is_token_name
 from jetdraft.checkpoints import attention, folder, refusals
 from jetdraft.checkpoints.defaults import read_fields
@@ -252,13 +253,10 @@ def _model_class(source: str, config: Any) -> Any:
     task = _SOURCE_TASK if config.is_encoder_decoder else _DECODER_TASK
     task = _SPEECH_TASK if is_speech_model(config) else task
     find, library = TasksManager.get_model_class_for_task, "transformers"
-    try:
+    fact = f"{source} is a {kind!r} model, which optimum cannot load for text "
+    fact += "generation; export a language model"
+    with errors.refusing(UnsupportedModelError(fact), KeyError, ValueError):
         model_class = find(task, "pt", model_type=kind, library=library)
-    except (KeyError, ValueError) as error:
-        raise UnsupportedModelError(
-            f"{source} is a {kind!r} model, which optimum cannot load for text "
-            "generation; export a language model"
-        ) from error
     mapping = getattr(model_class, "_model_mapping", None)
     if mapping is not None and type(config) not in mapping:
         more = config.get_text_config(decoder=True) is not config
@@ -328,10 +326,8 @@ def _check_loaded(
     if family in refusals.RECURRENT_FAMILIES:
         is_seen |= connect(model, attention.active_states)
     if not (model._supports_attention_backend or is_seen):
-        raise UnsupportedModelError(
-            f"{type(model).__name__} attends by code of its own, or not at all, in "
-            "place of transformers' AttentionInterface; see docs/models.md"
-        )
+        fact = "attends by code of its own, or not at all, in place of transformers' "
+        raise UnsupportedModelError.of(model, f"{fact}AttentionInterface")
     if unknown := sorted(set(integers).difference(names)):
         raise CheckpointError(
             f"{source} has quantized weights {unknown[0]!r} and {len(unknown) - 1} "

@@ -147,27 +147,22 @@ EXPERT_FAMILIES = (
     *("afmoe", "axk1", "beam", "deepseek_v2", "deepseek_v3", "flint", "glm4_moe_lite"),
     *("sarvam_mla", "sarvam_moe", "gemma4_text"),
 )
-_MAMBAS = "mamba", "mamba2"
+_UNCOMPARED = "has experts of a family that was not compared with transformers"
+_COUNTS, _INDEXERS = (*EXPERTS, "expert_count"), ("index_topk", "index_topk_blocks")
+_RWKV, _RECURRENT = (
+    ("wkv.head_size",),
+    ("linear_attention", "hybrid", "hybrid_sliding", "recurrent", "mamba", "mamba2"),
+)
 REFUSED_KINDS = (
-    UnsupportedKind(
-        "has experts of a family that was not compared with transformers",
-        (*EXPERTS, "expert_count"), ("moe",), 2, "is_moe", EXPERT_FAMILIES,
-    ),
-    UnsupportedKind(
-        "has recurrent layers", ("wkv.head_size",),
-        ("linear_attention", "hybrid", "hybrid_sliding", "recurrent", *_MAMBAS),
-        but=RECURRENT_FAMILIES,
-    ),
+    UnsupportedKind(_UNCOMPARED, _COUNTS, ("moe",), 2, "is_moe", EXPERT_FAMILIES),
+    UnsupportedKind("has recurrent layers", _RWKV, _RECURRENT, but=RECURRENT_FAMILIES),
     UnsupportedKind(
         "has layers that share keys and values", ("attention.shared_kv_layers",)
     ),
     UnsupportedKind("has latent attention (MLA)", ("attention.kv_lora_rank",)),
-    UnsupportedKind(
-        "attends to the keys that an indexer selects",
-        ("index_topk", "index_topk_blocks"),
-    ),
+    UnsupportedKind("attends to the keys that an indexer selects", _INDEXERS),
     UnsupportedKind("scales queries by positions", ("attn_temperature_tuning",)),
-)  # fmt: skip
+)
 
 FAMILY_FIELDS = (
     "attn_logit_softcapping final_logit_softcapping clip_qkv alibi "

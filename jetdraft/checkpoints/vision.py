@@ -159,8 +159,8 @@ def attend_fully(
     """
     is_grouped = key.shape[1] != query.shape[1]
     if attention_mask is not None or others.get("softcap") or is_grouped:
-        fact = f"{type(module).__name__} has a mask, a soft cap, or fewer heads of keys"
-        raise UnsupportedModelError(f"{fact}; see docs/images.md")
+        fact = "has a mask, a soft cap, or fewer heads of keys"
+        raise UnsupportedModelError.of(module, fact, "see docs/images.md")
     if cu_seq_lens_q is not None and cu_seq_lens_q.dtype == torch.int64:
         scores = query @ key.transpose(-1, -2) * scaling
         is_other = cu_seq_lens_q[:, None] != cu_seq_lens_q
@@ -302,8 +302,8 @@ def _frequencies(model: Any) -> list[float]:
     """The rotary frequencies of a text's decoder."""
     (found,) = (m for m in model.modules() if hasattr(m, "inv_freq"))
     if found.attention_scaling != 1.0:
-        fact = f"{type(model).__name__} reads images and scales its rotation"
-        raise UnsupportedModelError(f"{fact}; see docs/images.md")
+        fact = "reads images and scales its rotation"
+        raise UnsupportedModelError.of(model, fact, "see docs/images.md")
     return list(found.inv_freq.tolist())
 
 

@@ -9,6 +9,7 @@ from typing import Any, is_typeddict
 
 import click
 
+from jetdraft.errors import refusing
 from jetdraft.options import Option as Declared
 from jetdraft.options import declared_options
 
@@ -155,11 +156,9 @@ def _click_option(declared_option: Declared, defaults: Mapping[str, Any]) -> Dec
 
 def parse_integers(context: Any, param: Any, value: str | None) -> tuple[int, ...]:
     """Parse a comma list of integers; () without one. A callback of click."""
-    try:
+    fact = f"{value!r} is not a comma list of integers"
+    with refusing(click.BadParameter(fact, param_hint=param.opts[0]), ValueError):
         return () if value is None else tuple(map(int, value.split(",")))
-    except ValueError as error:
-        fact = f"{value!r} is not a comma list of integers"
-        raise click.BadParameter(fact, param_hint=param.opts[0]) from error
 
 
 def _click_type(declared_option: Declared) -> Any:

@@ -14,7 +14,7 @@ import click
 import numpy as np
 
 from jetdraft.contracts.tensors import Int64s
-from jetdraft.errors import reason_of
+from jetdraft.errors import reason_of, refusing
 from jetdraft.runtime.measured.stats import Stats
 from jetdraft.runtime.model import Model
 from jetdraft.runtime.text.stops import INTERRUPTED
@@ -88,15 +88,14 @@ def read_prompts(file: Path | None, model: Model) -> list[Int64s]:
 
 def _parse_prompt(line: str, model: Model) -> Int64s:
     """The token ids of a line's prompt, int64 [tokens]; raises `UsageError`."""
-    try:
+    fact = f"not a prompt: {line[:60]!r}"
+    fix = "each line is a JSON object with prompt or token_ids"
+    refusal = click.UsageError(f"{fact}; {fix}")
+    with refusing(refusal, ValueError, AttributeError, RecursionError):
         fields = json.loads(line)
         text, ids = fields.get("prompt"), fields.get("token_ids")
-    except (ValueError, AttributeError, RecursionError) as error:
-        fact = f"not a prompt: {line[:60]!r}"
-        fix = "each line is a JSON object with prompt or token_ids"
-        raise click.UsageError(f"{fact}; {fix}") from error
     if text is not None and not isinstance(text, str):
-        raise click.UsageError(f"not a prompt: {line[:60]!r}; prompt must be text")
+        raise click.UsageError(f"{fact}; prompt must be text")
     return model.prompt(text, ids)
 
 

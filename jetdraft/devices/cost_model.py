@@ -12,9 +12,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from jetdraft import errors
 from jetdraft.contracts.tensors import EXPERTS, WIDEST
 from jetdraft.devices.device import PowerMode
-from jetdraft.errors import CheckpointError, UnsupportedModelError, importing
+from jetdraft.errors import CheckpointError, UnsupportedModelError, as_error
 from jetdraft.manifest import MANIFEST
 from jetdraft.parsing import JsonError, read_json_file
 from jetdraft.recipe import GRIDS, HEAD, SYMMETRIC, Recipe
@@ -114,20 +115,16 @@ class Dimensions(LayerCounts):
             fact = f"{path} is a bundle, and a plan reads checkpoints"
             fix = "give the folder or the config.json that it was exported from"
             raise CheckpointError(f"{fact}; {fix}")
-        try:
-            return cls.of(
-                _read_gguf(file)[0] if _is_gguf(file) else read_json_file(file)
-            )
-        except OSError as error:
-            fact = f"cannot read {file} ({error.strerror}); give a config.json"
-            raise CheckpointError(fact) from error
-        except JsonError as error:
-            fact = f"{file} is not JSON ({error}); give a config.json"
-            raise CheckpointError(fact) from error
-        except (LookupError, ArithmeticError, *_MALFORMED) as error:
-            fact = f"{file} does not describe a decoder"
-            fix = "give the config.json or the GGUF file of a causal language model"
-            raise CheckpointError(f"{fact}; {fix}") from error
+        fact, fix = f"{file} does not describe a decoder", "give a config.json"
+        more = "give the config.json or the GGUF file of a causal language model"
+        refusal = CheckpointError(f"{fact}; {more}")
+        with (
+            errors.refusing(refusal, LookupError, ArithmeticError, *_MALFORMED),
+            as_error(CheckpointError, OSError, f"cannot read {file}", fix),
+            as_error(CheckpointError, JsonError, f"{file} is not JSON", fix),
+        ):
+            is_gguf = _is_gguf(file)
+            return cls.of(_read_gguf(file)[0] if is_gguf else read_json_file(file))
 
     @classmethod
     def of(cls, config: dict[str, Any]) -> "Dimensions":
@@ -135,22 +132,20 @@ class Dimensions(LayerCounts):
 
         Raises `CheckpointError`, or `UnsupportedModelError` for what no plan predicts.
         """
-        if config.get("is_encoder_decoder"):
-            fact = "the config is of an encoder-decoder, and a plan predicts decoders "
-            fact += "only; export the model and measure it on the device"
-            raise UnsupportedModelError(fact)
-        tied = config.get("tie_word_embeddings", config.get("tie_embedding"))
-        config = config.get("text_config", config)
+        whole, config = config, config.get("text_config", config)
+        tied = whole.get("tie_word_embeddings", whole.get("tie_embedding"))
         kinds = config.get("layer_types") or ()
         mamba = any(config.get(name) for name in ("mamba_d_state", "ssm_state_size"))
-        if mamba and {*kinds} != {"attention"}:
-            fact = "the config has Mamba layers, whose passes a plan cannot predict"
+        fact = ""
+        if whole.get("is_encoder_decoder"):
+            fact = "is of an encoder-decoder, and a plan predicts decoders only"
+        elif mamba and {*kinds} != {"attention"}:
+            fact = "has Mamba layers, whose passes a plan cannot predict"
+        elif config.get("kv_lora_rank"):
+            fact = "has latent attention, whose sizes a plan does not know"
+        if fact:
             fix = "export the model and measure it on the device"
-            raise UnsupportedModelError(f"{fact}; {fix}")
-        if config.get("kv_lora_rank"):
-            fact = "the config has latent attention, whose sizes a plan does not know"
-            fix = "export the model and measure it on the device"
-            raise UnsupportedModelError(f"{fact}; {fix}")
+            raise UnsupportedModelError(f"the config {fact}; {fix}")
         tied = config.get("tie_word_embeddings", False) if tied is None else tied
         experts, used = experts_of(config)
         inner = "moe_intermediate_size" if experts else "intermediate_size"
@@ -361,7 +356,7 @@ def _read_gguf(file: Path) -> tuple[dict[str, Any], str | None]:
 
     The recipe has the types of most matrices and of the LM head.
     """
-    with importing("reading a GGUF file", "export"):
+    with errors.importing("reading a GGUF file", "export"):
         from gguf import GGUFReader
     reader = GGUFReader(file)
     named = {tensor.name: tensor for tensor in reader.tensors}

@@ -40,26 +40,26 @@ class Machine:
 def detect_machine(root: Path = Path("/")) -> Machine:
     """Read the files of the machine below `root`, which may be a recorded tree."""
     # Part numbers such as "p3767-0000" name the board, or a whole name.
-    text = _read_text(root / "proc/device-tree/compatible") or ""
+    text = read_text(root / "proc/device-tree/compatible")
     parts = {*re.findall(r"p\d{4}-\d{4}", text), *text.split("\0")}
     devices = map(Device.named, Device.names())
     device = next((one for one in devices if parts & set(one.boards)), None)
     # "36.4.3" from "# R36 (release), REVISION: 4.3"
-    text = _read_text(root / "etc/nv_tegra_release") or ""
+    text = read_text(root / "etc/nv_tegra_release")
     release = re.search(r"R(\d+) \(release\), REVISION: ([\d.]+)", text)
     l4t = f"{release[1]}.{release[2]}" if release else None
     # A patch of a release differs in the third number: 36.4.4 is one of 36.4.3.
     packs, installed = (device.jetpacks if device else ()), _version_numbers(l4t or "")
     known = [(_version_numbers(pack.l4t), pack) for pack in packs]
     same = (p for l4t, p in known if l4t[:2] == installed[:2] and installed >= l4t)
-    text = _read_text(root / "proc/meminfo") or ""
+    text = read_text(root / "proc/meminfo")
     sizes = re.findall(r"^(\w+):\s+(\d+) kB", text, re.MULTILINE)
     memory = {name: int(kb) * 1.024e-3 for name, kb in sizes}
     cuda = None
     with suppress(ValueError, KeyError, TypeError):
-        versions = json.loads(_read_text(root / "usr/local/cuda/version.json") or "{}")
+        versions = json.loads(read_text(root / "usr/local/cuda/version.json"))
         cuda = str(versions["cuda"]["version"])
-    board = _read_text(root / "proc/device-tree/model")
+    board = read_text(root / "proc/device-tree/model") or None
     return Machine(
         board=board,
         device=device,
@@ -78,12 +78,12 @@ def detect_machine(root: Path = Path("/")) -> Machine:
     )
 
 
-def _read_text(file: Path) -> str | None:
+def read_text(file: str | Path, errors: str = "replace") -> str:
+    """The text of a file of Linux; "" on other systems, or where a sandbox hides it."""
     try:
-        text = file.read_text(encoding="utf-8", errors="replace").strip("\0\n ")
+        return Path(file).read_text("utf-8", errors).strip("\0\n ")
     except OSError:
-        return None
-    return text or None
+        return ""
 
 
 def _version_numbers(version: str) -> list[int]:
@@ -99,10 +99,10 @@ def _tensorrt_version(root: Path) -> str | None:
 
 
 def _power_mode(root: Path) -> str | None:
-    mode = re.search(r"pmode:(\d+)", _read_text(root / "var/lib/nvpmodel/status") or "")
+    mode = re.search(r"pmode:(\d+)", read_text(root / "var/lib/nvpmodel/status"))
     if mode is None:
         return None
-    config = _read_text(root / "etc/nvpmodel.conf") or ""
+    config = read_text(root / "etc/nvpmodel.conf")
     modes = re.findall(r"<\s*POWER_MODEL\s+ID=(\d+)\s+NAME=(\S+?)\s*>", config)
     return {int(number): name for number, name in modes}.get(int(mode[1]))
 
@@ -110,11 +110,11 @@ def _power_mode(root: Path) -> str | None:
 def _gpu_name(root: Path, board: str | None) -> str | None:
     """The GPU's name and driver version; on a Jetson, the name of the board."""
     files = sorted((root / "proc/driver/nvidia/gpus").glob("*/information"))
-    text = "".join(_read_text(file) or "" for file in files[:1])
+    text = "".join(read_text(file) for file in files[:1])
     name = re.search(r"Model:\s*(.+)", text)
     if name is None:
         return board
-    driver = _read_text(root / "proc/driver/nvidia/version") or ""
+    driver = read_text(root / "proc/driver/nvidia/version")
     version = re.search(r"\s(\d+\.\d+[.\d]*)\s", driver)
     return f"{name[1]}, driver {version[1]}" if version else name[1]
 
@@ -129,15 +129,15 @@ _GPU_FILES = (
 def _gpu_mhz(root: Path, file: str) -> float | None:
     """Return a clock of the GPU in MHz from `file` in its devfreq folder, or None."""
     for folder in sorted((root / "sys/class/devfreq").glob("*gpu*")):
-        text = _read_text(folder / file)
-        if text is not None and text.isdigit():
+        text = read_text(folder / file)
+        if text.isdigit():
             return int(text) / 1e6
     return None
 
 
 def processor_name() -> str:
     """The name of the processor, or its architecture where the system hides it."""
-    for line in (_read_text(Path("/proc/cpuinfo")) or "").splitlines():
+    for line in read_text("/proc/cpuinfo").splitlines():
         if line.startswith(("model name", "Model")):
             return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()

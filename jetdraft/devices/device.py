@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from jetdraft.errors import DeviceError, OptionError
+from jetdraft.errors import DeviceError, OptionError, check_choice
 from jetdraft.parsing import Rule, one_of, read_record
 from jetdraft.recipe import Recipe
 
@@ -71,9 +71,7 @@ class Device:
     @classmethod
     def named(cls, name: str) -> "Device":
         """Read the profile of that name; raises `DeviceError` for an unknown name."""
-        if name not in cls.names():
-            fact = f"unknown device {name!r}; choose {', '.join(cls.names())}"
-            raise DeviceError(fact)
+        check_choice(DeviceError, "device", name, cls.names())
         return cls.read(PROFILES_FOLDER / f"{name}.toml")
 
     @classmethod

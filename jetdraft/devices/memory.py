@@ -4,10 +4,14 @@ import ctypes
 import mmap
 import re
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from threading import Thread
 from typing import NamedTuple
 
+from jetdraft.devices.detection import read_text
+
+_read_text = partial(read_text, errors="surrogateescape")  # It may have any path.
 _DONTNEED, _HUGE, _COLLAPSE = 4, 14, 25  # Linux's numbers of MADV_DONTNEED and so on.
 HUGE_PAGE = 1 << 21  # The bytes of a huge page.
 _STEP_BYTES = 16 * HUGE_PAGE  # One call; meanwhile no thread can map memory.
@@ -40,14 +44,6 @@ def _mappings() -> Iterator[_Mapping]:
         sizes = (1024 * int(found[key]) for key in ("resident", "written", "huge"))
         path = found["path"] if int(found["file"]) else ""
         yield _Mapping(int(found["first"], 16), int(found["end"], 16), path, *sizes)
-
-
-def _read_text(file: str) -> str:
-    """The text of a file of Linux; "" on other systems, or where a sandbox hides it."""
-    try:
-        return Path(file).read_text("utf-8", "surrogateescape")
-    except OSError:
-        return ""
 
 
 def _advise(first: int, end: int, advice: int) -> bool:

@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import MISSING, asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from jetdraft.contracts.tensors import WIDEST
 from jetdraft.devices.best_tree import best_tree
@@ -22,8 +22,8 @@ from jetdraft.devices.cost_model import (
     gguf_recipe,
 )
 from jetdraft.devices.device import Device, PowerMode
-from jetdraft.errors import DeviceError, OptionError
-from jetdraft.options import declared
+from jetdraft.errors import DeviceError
+from jetdraft.options import Checked, Range, at_least, declared
 from jetdraft.recipe import GRIDS, Recipe
 
 WIDTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 60, 64)  # Rows of a pass.
@@ -45,6 +45,7 @@ ON_GPU = (
     "for the GPU, by the constants of another engine, TensorRT Edge-LLM 0.10; jetdraft "
     "was never measured on this device"
 )
+_ACCEPTANCE = Range(lambda share: 0.0 <= share < 1.0, "0 to below 1")
 STREAM_LAYERS = 2  # The default of `jetdraft train stream`.
 
 
@@ -136,7 +137,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Question:
+class Question(Checked):
     """The model, the device and the methods of a plan.
 
     `target` and `drafter` are config files or their folders. For the provider "cpu"
@@ -157,19 +158,15 @@ class Question:
     device: str = declared("device", MISSING)
     drafter: str | Path | None = declared("checkpoint", None, kind=str)
     quantization: str | None = declared("quantization", None, names=("--quantize",))
-    context: int = declared("checkpoint", 2048)
-    acceptance: float = declared("drafting", 0.6)
+    context: Annotated[int, at_least(1)] = declared("checkpoint", 2048)
+    acceptance: Annotated[float, _ACCEPTANCE] = declared("drafting", 0.6)
     power_mode: str | None = declared("device", None)
     methods: tuple[MethodCost, ...] = ()
     encoder: Encoder | None = None
     provider: str = declared("runtime", CPU, choices=PROVIDERS)
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.acceptance < 1.0:
-            fact = f"acceptance {self.acceptance} is out of range; give 0 to below 1"
-            raise OptionError(fact)
-        if self.context < 1:
-            raise OptionError(f"context {self.context} is out of range; give 1 or more")
+        super().__post_init__()
         recipe, device = self.recipe, self.profile
         if not (self.on_cpu or device.compute_capability):
             raise DeviceError(

@@ -1,4 +1,10 @@
-"""The execution providers: what they can run, and which have run on this machine."""
+"""The execution providers: what they can run, and which have run on this machine.
+
+    python -m jetdraft.devices.providers CUDAExecutionProvider
+
+is a trial run of a provider, in a process of its own: a broken driver may end it, and
+onnxruntime names a missing library on stderr only.
+"""
 
 import functools
 import json
@@ -14,11 +20,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from jetdraft.bundle import CONTRIB, STANDARD
 from jetdraft.contracts.step_contract import StepContract
 from jetdraft.devices import webgpu
-from jetdraft.devices.trial import NO_HALF, RAN, REASON, SOFTWARE
-from jetdraft.errors import OptionError, ProviderError
+from jetdraft.errors import OptionError, ProviderError, check_choice
 from jetdraft.ort import ort
 from jetdraft.recipe import KERNELS
 
@@ -26,6 +33,11 @@ OFF = "off"  # The value of `drafter_provider` that leaves the drafter out.
 AUTO = "auto"  # Asks for the fastest of `PROVIDERS` that runs a bundle on this machine.
 PROVIDER_FIX = "choose --provider cpu, or see jetdraft doctor"
 TRIAL_SECONDS = 120.0  # TensorRT builds an engine in a trial.
+GRAPH = Path(__file__).with_name("trial.onnx")  # The graph of a small product, float32.
+HALF_GRAPH = Path(__file__).with_name("trial-half.onnx")
+# Lines of a trial on stdout: the last if it succeeded, and about the adapter.
+RAN, SOFTWARE, NO_HALF = "ran", "on a software adapter", "without half precision"
+REASON = "reason: "  # Begins the line on stderr that says why not.
 
 
 @dataclass(frozen=True)
@@ -101,8 +113,7 @@ def providers_of(
 
 def provider_named(name: str) -> Provider:
     """The provider of that name; raises `ProviderError` for an unknown name."""
-    if name not in PROVIDERS:
-        raise ProviderError(f"unknown provider {name!r}; choose {', '.join(PROVIDERS)}")
+    check_choice(ProviderError, "provider", name, PROVIDERS)
     return PROVIDERS[name]
 
 
@@ -118,9 +129,7 @@ def choose_provider(
     against all other providers, or "". Raises `ProviderError` with the reason.
     """
     graphs = list(graphs)
-    if name not in (AUTO, *PROVIDERS):
-        names = ", ".join((*PROVIDERS, AUTO))
-        raise ProviderError(f"unknown provider {name!r}; choose {names}")
+    check_choice(ProviderError, "provider", name, (*PROVIDERS, AUTO))
     for candidate in PROVIDERS if name == AUTO else [name]:
         reason = _why_unable(PROVIDERS[candidate], graphs, only_on_cpu)
         if not reason and (name != AUTO or not _is_software(candidate)):
@@ -190,7 +199,7 @@ def try_provider(name: str) -> Presence:
     """Run a small graph on a provider in a process of its own, once per process."""
     if reason := _why_absent(name):
         return Presence(name, False, False, reason)
-    command = [sys.executable, "-m", "jetdraft.devices.trial", PROVIDERS[name].full]
+    command = [sys.executable, "-m", "jetdraft.devices.providers", PROVIDERS[name].full]
     try:
         how: Any = {"capture_output": True, "text": True, "timeout": TRIAL_SECONDS}
         done = subprocess.run(command, check=False, **how)
@@ -200,6 +209,35 @@ def try_provider(name: str) -> Presence:
     if done.returncode == 0 and lines[-1:] == [RAN]:
         return Presence(name, True, True, "", SOFTWARE in lines, NO_HALF not in lines)
     return Presence(name, True, False, failure_reason(done.returncode, done.stderr))
+
+
+def run_trial(provider: str) -> None:
+    """Multiply two small matrices on `provider` alone; print `RAN` if it is right."""
+    _check_product(provider, GRAPH, np.float32)
+    if provider == webgpu.EP_NAME:
+        if webgpu.find_adapter().software:
+            print(SOFTWARE)
+        try:
+            _check_product(provider, HALF_GRAPH, np.float16)
+        except Exception:  # onnxruntime's exceptions have no common base
+            print(NO_HALF)
+    print(RAN)
+
+
+def _check_product(provider: str, graph: Path, dtype: type[np.floating[Any]]) -> None:
+    options = ort.SessionOptions()
+    if provider != PROVIDERS["cpu"].full:
+        options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
+    providers: list[str] | None = [provider]
+    if provider == webgpu.EP_NAME:
+        webgpu.add_adapter(options, {})
+        providers = None
+    session = ort.InferenceSession(str(graph), options, providers=providers)
+    if session.get_providers()[0] != provider:
+        sys.exit(f"{provider} could not be created")
+    [product] = session.run(None, {"x": np.array([[1.0, 2.0]], dtype)})
+    if not np.array_equal(product, [[7.0, 10.0]]):
+        sys.exit(f"{provider} computed {product.tolist()} instead of [[7, 10]]")
 
 
 # Patterns in the stderr of a failed trial, and the reasons that they stand for.
@@ -289,3 +327,10 @@ def engine_folder(folder: Path, machine: dict[str, str]) -> Path | None:
         warnings.warn(f"{fact}; they are built at every load", stacklevel=4)
         return None
     return folder
+
+
+if __name__ == "__main__":
+    try:
+        run_trial(sys.argv[1])
+    except ProviderError as error:
+        sys.exit(f"{REASON}{error}")

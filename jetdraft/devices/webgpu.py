@@ -14,7 +14,7 @@ import numpy as np
 
 from jetdraft.contracts.step_contract import StepContract
 from jetdraft.contracts.tensors import WIDEST
-from jetdraft.errors import ProviderError, as_error
+from jetdraft.errors import ProviderError, as_error, refusing
 from jetdraft.ort import import_onnx, ort
 
 PLUGIN = "onnxruntime_ep_webgpu"  # The package that holds the plug-in.
@@ -67,10 +67,8 @@ def _is_software(device: Any) -> bool:
 
 
 def _load_plugin() -> None:
-    try:
+    with refusing(ProviderError(MISSING_MESSAGE), ImportError):
         plugin = import_module(PLUGIN)
-    except ImportError as error:
-        raise ProviderError(MISSING_MESSAGE) from error
     os.environ.setdefault(_SOFTWARE_VARIABLE, "1")
     ort.set_default_logger_severity(_ERRORS_ONLY)  # it warns of that variable
     fact = f"onnxruntime {ort.__version__} cannot load the WebGPU plug-in"
@@ -133,11 +131,9 @@ class _InstanceInfo(ctypes.Structure):
 
 def vulkan_devices() -> list[VulkanDevice]:
     """All Vulkan devices; raises `ProviderError` without loader or driver."""
-    try:
+    fact = f"{_LOADER} is missing; for a GPU, apt install libvulkan1 and its driver"
+    with refusing(ProviderError(fact), OSError):
         vulkan = ctypes.CDLL(_LOADER)
-    except OSError as error:
-        fact = f"{_LOADER} is missing; for a GPU, apt install libvulkan1 and its driver"
-        raise ProviderError(fact) from error
     instance, info = ctypes.c_void_p(), _InstanceInfo(kind=_INSTANCE)
     failed = vulkan.vkCreateInstance(ctypes.byref(info), None, ctypes.byref(instance))
     if failed:

@@ -19,16 +19,15 @@ from jetdraft.recipe import GRIDS, KERNELS, Recipe
 
 def check_drafter(options: ExportOptions, *drafters: str | None) -> None:
     """Raise `OptionError` for two drafters, or for options of a missing drafter."""
-    count, vocabulary = 2 - drafters.count(None), options.draft_vocab
-    for is_wrong, message in (
-        (count > 1, "a bundle has one drafter; give --drafter or --head, not both"),
-        (not count and options.drafter_provider,
-         "a drafter's provider needs a drafter; give --drafter too"),
-        (not count and vocabulary is not None,
-         "a draft vocabulary needs a drafter; give --drafter or --head too"),
-    ):  # fmt: skip
-        if is_wrong:
-            raise OptionError(message)
+    count, fact = 2 - drafters.count(None), ""
+    if count > 1:
+        fact = "a bundle has one drafter; give --drafter or --head, not both"
+    elif not count and options.drafter_provider:
+        fact = "a drafter's provider needs a drafter; give --drafter too"
+    elif not count and options.draft_vocab is not None:
+        fact = "a draft vocabulary needs a drafter; give --drafter or --head too"
+    if fact:
+        raise OptionError(fact)
 
 
 def check_embedding(target: Checkpoint, drafter: str | None, head: str | None) -> None:
@@ -56,24 +55,20 @@ def _check_source(name: str, checkpoint: Checkpoint, options: ExportOptions) -> 
     if not (checkpoint.reads_source or checkpoint.embedding):
         return
     kind = "an encoder-decoder" if checkpoint.reads_source else "a model of embeddings"
-    if checkpoint.embedding and (name != TARGET or options.select_kv is not None):
-        raise OptionError(
-            f"{checkpoint.source} is {kind}, which drafts nothing and reads whole "
-            "texts; give it as the target, without --select-kv"
-        )
-    if options.effective_flavour != CONTRIB:
-        fact = f"{checkpoint.source} is {kind}, which only contrib graphs hold"
-        raise OptionError(f"{fact}; choose provider cpu or cuda")
-    recipe = options.recipe
-    if options.draft_vocab is not None:
-        fact = f"{checkpoint.source} is {kind}, which writes no text to count tokens in"
-        raise OptionError(f"{fact}; leave --draft-vocab out")
+    recipe, fact = options.recipe, ""
     reads = recipe is not None and (recipe.needs_calibration or recipe.kv_bits)
-    if options.limit is not None or reads:
-        raise OptionError(
-            f"{checkpoint.source} is {kind}, whose recipe reads no text yet; choose a "
-            "recipe of rtn without kv8, for example int8-rtn-b32"
-        )
+    if checkpoint.embedding and (name != TARGET or options.select_kv is not None):
+        fact = "which drafts nothing and reads whole texts; give it as the target, "
+        fact += "without --select-kv"
+    elif options.effective_flavour != CONTRIB:
+        fact = "which only contrib graphs hold; choose provider cpu or cuda"
+    elif options.draft_vocab is not None:
+        fact = "which writes no text to count tokens in; leave --draft-vocab out"
+    elif options.limit is not None or reads:
+        fact = "whose recipe reads no text yet; choose a recipe of rtn without kv8, "
+        fact += "for example int8-rtn-b32"
+    if fact:
+        raise OptionError(f"{checkpoint.source} is {kind}, {fact}")
 
 
 def _check_probes(name: str, checkpoint: Checkpoint, options: ExportOptions) -> None:
@@ -106,35 +101,40 @@ def _check_taps(name: str, checkpoint: Checkpoint, options: ExportOptions) -> No
 def _check_select(name: str, checkpoint: Checkpoint, options: ExportOptions) -> None:
     if options.select_kv is None or name != TARGET:
         return
-    recipe, provider = options.recipe, options.provider_of(name).name
-    runs = provider, options.effective_flavour, options.dtype_of(name)
-    for is_wrong, fact in (
-        (runs != ("cpu", CONTRIB, "fp32"),
-         "runs on the CPU, in fp32; leave --provider, --dtype and --flavour out"),
-        (recipe is not None and recipe.kv, "reads floats; leave kv out of the recipe"),
-        (checkpoint.streams, "reads no probes; choose a target without streams"),
-        (checkpoint.reads_source, "needs a decoder without an encoder"),
-    ):  # fmt: skip
-        if is_wrong:
-            raise OptionError(f"a selection of KV rows (--select-kv) {fact}")
+    fact = ""
+    if not _runs_in_fp32_on_cpu(name, options):
+        fact = "runs on the CPU, in fp32; leave --provider, --dtype and --flavour out"
+    elif options.recipe is not None and options.recipe.kv:
+        fact = "reads floats; leave kv out of the recipe"
+    elif checkpoint.streams:
+        fact = "reads no probes; choose a target without streams"
+    elif checkpoint.reads_source:
+        fact = "needs a decoder without an encoder"
+    if fact:
+        raise OptionError(f"a selection of KV rows (--select-kv) {fact}")
+
+
+def _runs_in_fp32_on_cpu(name: str, options: ExportOptions) -> bool:
+    runs = options.provider_of(name).name, options.effective_flavour
+    return (*runs, options.dtype_of(name)) == ("cpu", CONTRIB, "fp32")
 
 
 def _check_adapters(name: str, checkpoint: Checkpoint, options: ExportOptions) -> None:
     folders, taps = options.adapter_folders, checkpoint.taps
     if not folders or name != TARGET:
         return
-    kind = options.provider_of(name).name, options.effective_flavour
-    for is_wrong, fact in (
-        (kind != ("cpu", CONTRIB), "run on the CPU; leave --provider and --flavour "
-         "out"),
-        (options.select_kv is not None, "read all KV rows; leave --select-kv out"),
-        (checkpoint.streams or (taps and taps.cut), "change a whole target; leave "
-         "streams, and heads that cut it in halves, out"),
-        (checkpoint.reads_source or checkpoint.embedding,
-         "change a decoder that writes; merge them into the checkpoint"),
-    ):  # fmt: skip
-        if is_wrong:
-            raise OptionError(f"adapters {fact}", "adapters")
+    kind, fact = (options.provider_of(name).name, options.effective_flavour), ""
+    if kind != ("cpu", CONTRIB):
+        fact = "run on the CPU; leave --provider and --flavour out"
+    elif options.select_kv is not None:
+        fact = "read all KV rows; leave --select-kv out"
+    elif checkpoint.streams or (taps and taps.cut):
+        fact = "change a whole target; leave streams, and heads that cut it in halves, "
+        fact += "out"
+    elif checkpoint.reads_source or checkpoint.embedding:
+        fact = "change a decoder that writes; merge them into the checkpoint"
+    if fact:
+        raise OptionError(f"adapters {fact}", "adapters")
     for folder in folders.values():
         read_adapter(folder, checkpoint.model)
 
@@ -154,26 +154,24 @@ def check_buffers(
             fact = f"{checkpoint.source} has layers that share keys and values"
             raise OptionError(f"{fact}, of floats and without probes only; {fix}")
         return
-    taps = checkpoint.taps
-    cuts = taps is not None and taps.cut
-    provider, dtype = options.provider_of(name).name, options.dtype_of(name)
-    for is_wrong, fact in (
-        (name != TARGET, "so it is no drafter; choose a drafter of attention alone"),
-        ((provider, options.effective_flavour, dtype) != ("cpu", CONTRIB, "fp32"),
-         "which only the CPU provider runs so far, in fp32; leave --provider, --dtype "
-         "and --flavour out"),
-        (options.kernel == KERNELS[1], "which jetdraft's operators compute; leave "
-         "--kernel out"),
-        (options.select_kv is not None, "so no KV rows of it are selected; leave "
-         "--select-kv out"),
-        (cuts, "so it is not cut in halves; choose another head"),
-        (checkpoint.streams is not None, "and its rows carry no probes; choose a "
-         "target without streams"),
-        (options.recipe_of(name).kv_bits, "and its KV buffers are floats; leave kv out "
-         "of the recipe"),
-    ):  # fmt: skip
-        if is_wrong:
-            raise OptionError(f"{checkpoint.source} has recurrent states, {fact}")
+    fact = ""
+    if name != TARGET:
+        fact = "so it is no drafter; choose a drafter of attention alone"
+    elif not _runs_in_fp32_on_cpu(name, options):
+        fact = "which only the CPU provider runs so far, in fp32; leave --provider, "
+        fact += "--dtype and --flavour out"
+    elif options.kernel == KERNELS[1]:
+        fact = "which jetdraft's operators compute; leave --kernel out"
+    elif options.select_kv is not None:
+        fact = "so no KV rows of it are selected; leave --select-kv out"
+    elif checkpoint.taps is not None and checkpoint.taps.cut:
+        fact = "so it is not cut in halves; choose another head"
+    elif checkpoint.streams is not None:
+        fact = "and its rows carry no probes; choose a target without streams"
+    elif options.recipe_of(name).kv_bits:
+        fact = "and its KV buffers are floats; leave kv out of the recipe"
+    if fact:
+        raise OptionError(f"{checkpoint.source} has recurrent states, {fact}")
 
 
 def check_draft_vocabulary(

@@ -7,7 +7,7 @@ from typing import Annotated
 from jetdraft.bundle import CONTRIB, DRAFTER, FLAVOURS, TARGET, is_adapter_name
 from jetdraft.contracts.tensors import CAPACITY, MAX_WIDTH, MIN_SELECTED
 from jetdraft.devices.providers import Provider, provider_named
-from jetdraft.errors import OptionError, printable
+from jetdraft.errors import OptionError, check_choice, printable
 from jetdraft.options import at_least, between, check_fields
 from jetdraft.quant.choice import Limit
 from jetdraft.recipe import KERNELS, Recipe
@@ -54,12 +54,10 @@ class ExportOptions:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        known = {"dtype": [*DTYPES], "flavour": FLAVOURS, "kernel": KERNELS}
+        known = {"dtype": DTYPES, "flavour": FLAVOURS, "kernel": KERNELS}
         for name, choices in known.items():
-            value = getattr(self, name)
-            if value not in (None, *choices):
-                fact = f"unknown {name} {value!r}"
-                raise OptionError(f"{fact}; choose {' or '.join(choices)}")
+            if (value := getattr(self, name)) is not None:
+                check_choice(OptionError, name, value, choices)
         for name in (TARGET, DRAFTER):
             self._check_graph(name)
         if self.kernel == KERNELS[0] != self.kernel_of(TARGET):

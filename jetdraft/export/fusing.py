@@ -332,10 +332,8 @@ def find_norms(graph: ir.Graph) -> None:
         if scaled is None or stored is None or stored.shape != (size,):
             ones, scaled = np.ones(size), node
             weight = Maker(graph, node).constant(f"ones_{size}", ones, x.dtype.numpy())
-        normed = Maker(graph, scaled)(
-            "RMSNormalization", x, weight, axis=-1,
-            epsilon=_number(mean_and_small.inputs[1]),
-        )  # fmt: skip
+        make, small = Maker(graph, scaled), _number(mean_and_small.inputs[1])
+        normed = make("RMSNormalization", x, weight, axis=-1, epsilon=small)
         replace_values(scaled.outputs, [normed])
 
 

@@ -89,8 +89,8 @@ def _check_gap(
     seam, own = both
     gap = float((seam - own).abs().max() / own.abs().max().clamp(min=1e-6))
     if wrong or not gap <= TOLERANCE[dtype_of(of)]:
-        fact = f"{type(model).__name__} {fact} (its logits differ by {gap:.0%})"
-        raise UnsupportedModelError(f"{fact}; see docs/models.md")
+        fact += f" (its logits differ by {gap:.0%})"
+        raise UnsupportedModelError.of(model, fact)
 
 
 def _two_passes(
@@ -137,8 +137,8 @@ def _check_last_position(model: Any, contract: StepContract) -> None:
 
 
 def _capacity_error(model: Any, limit: int) -> UnsupportedModelError:
-    fact = f"{type(model).__name__} has {limit} positions"
-    return UnsupportedModelError(f"{fact}; export with --capacity {limit} or less")
+    fix = f"export with --capacity {limit} or less"
+    return UnsupportedModelError.of(model, f"has {limit} positions", fix)
 
 
 _SOURCE_TOKENS = 24  # The most tokens of source and text that are compared.
@@ -156,10 +156,8 @@ def source_kv_shapes(model: Any) -> tuple[tuple[int, int], ...]:
         keys = ([layer.keys for layer in cache.layers] for cache in both)
         shapes, across = (tuple((x.shape[1], x.shape[3]) for x in own) for own in keys)
     if shapes != across:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} attends to the source with other heads than to "
-            "its own text; see docs/models.md"
-        )
+        fact = "attends to the source with other heads than to its own text"
+        raise UnsupportedModelError.of(model, fact)
     return shapes
 
 

@@ -263,16 +263,15 @@ def add_selection(
     nodes = attentions(graph)
     softcaps = (node.attributes.get_float("softcap", 0.0) for node in nodes)
     heads = {node.attributes.get_int("num_heads", 0) for node in nodes}
-    for is_wrong, fact in (
-        (windowed(graph) or any(softcaps) or any(map(has_sinks, nodes)),
-         "attends in sliding windows, with a softcap or with sinks, and --select-kv "
-         "needs plain attention"),
-        (len(heads) != 1 or any(map(is_shared, nodes)),
-         "has layers of different heads, or that share keys, and --select-kv needs "
-         "equal layers"),
-    ):  # fmt: skip
-        if is_wrong:
-            raise UnsupportedModelError(f"{checkpoint.source} {fact}; leave it out")
+    fact = ""
+    if windowed(graph) or any(softcaps) or any(map(has_sinks, nodes)):
+        fact = "attends in sliding windows, with a softcap or with sinks"
+        fact += ", and --select-kv needs plain attention"
+    elif len(heads) != 1 or any(map(is_shared, nodes)):
+        fact = "has layers of different heads, or that share keys"
+        fact += ", and --select-kv needs equal layers"
+    if fact:
+        raise UnsupportedModelError(f"{checkpoint.source} {fact}; leave it out")
     selection = Selection(rows, heads.pop())
     length = _shifting_length(checkpoint, contract, nodes, rows)
     _add_branches(graph, replace(contract, selection=selection), length)

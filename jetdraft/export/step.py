@@ -106,10 +106,8 @@ class Step(torch.nn.Module):
             for taps in self.taps.values():
                 features = hooks.enter_context(cast(Taps, taps).watching(self.model))
             logits = self.logits(state, *rows)
-        name = type(self.model).__name__
         if logits.shape[1] != rows[-1].shape[0]:
-            fact = f"{name} ignores logits_to_keep"
-            raise UnsupportedModelError(f"{fact}; see docs/models.md")
+            raise UnsupportedModelError.of(self.model, "ignores logits_to_keep")
         self.windows = state.windows
         if len(state.present) != len(state.past):
             raise UnsupportedModelError(
@@ -270,10 +268,8 @@ def buffer_sizes(model: Any) -> Sizes:
     layers = model.config.get_text_config(decoder=True).num_hidden_layers
     numbers, states = sorted(state.windows), state.states
     if not states.present and numbers != list(range(layers)):
-        raise UnsupportedModelError(
-            f"{type(model).__name__} attends in {len(numbers)} of its {layers} layers; "
-            "see docs/models.md"
-        )
+        fact = f"attends in {len(numbers)} of its {layers} layers"
+        raise UnsupportedModelError.of(model, fact)
     return Sizes(
         tuple((key.shape[1], key.shape[3]) for key, _ in state.past),
         tuple(tuple(after.shape[1:]) for after in states.present),
@@ -302,8 +298,8 @@ def exporting(model: Any) -> Iterator[None]:
                 raise cause from error
             innermost, cause = cause, cause.__cause__ or cause.__context__
         reason = (str(innermost).splitlines() or [type(innermost).__name__])[0]
-        fact = f"{type(model).__name__} cannot be exported ({reason})"
-        raise UnsupportedModelError(f"{fact}; see docs/models.md") from error
+        fact = f"cannot be exported ({reason})"
+        raise UnsupportedModelError.of(model, fact) from error
 
 
 class ProbeStep(Step):

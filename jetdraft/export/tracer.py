@@ -153,10 +153,9 @@ def _pin_rotary_frequencies(model: Any, capacity: int) -> None:
             original = "original_max_position_embeddings"
             limit = parameters.get(original, module.original_max_seq_len)
             if capacity > limit:
-                raise UnsupportedModelError(
-                    f"{type(model).__name__} changes its {kind} frequencies beyond "
-                    f"{limit} tokens; export with --capacity {limit} or less"
-                )
+                fact = f"changes its {kind} frequencies beyond {limit} tokens"
+                fix = f"export with --capacity {limit} or less"
+                raise UnsupportedModelError.of(model, fact, fix)
             if by_layer:
                 kinds[name] = "default"
             else:

@@ -26,7 +26,7 @@ import numpy.typing as npt
 
 from jetdraft.bundle import DRAFTER, Bundle
 from jetdraft.contracts.tensors import Float32s, Int64s
-from jetdraft.errors import JetdraftError, StoreError, as_error, printable
+from jetdraft.errors import JetdraftError, StoreError, as_error, printable, refusing
 from jetdraft.files import check_name, locked, read_arrays, write_text
 from jetdraft.learning.store_file import DAMAGE, StoreFile, check_user, entry_times
 from jetdraft.manifest import sha256_of
@@ -234,11 +234,9 @@ class WeightSets:
             return {}
         file = self.folder / name / ARRAYS
         refusal = StoreError(f"the learned weights in {file} are damaged or missing")
-        try:
+        with refusing(refusal, OSError):
             if not file.is_file() or sha256_of(file) != name:  # a pipe never ends
                 raise refusal
-        except OSError as error:
-            raise refusal from error
         arrays = read_arrays(file, refusal)
         for array in arrays.values():
             if array.dtype.name not in LEARNED_TYPES or not np.isfinite(array).all():

@@ -22,11 +22,9 @@ from jetdraft.runtime.proposers.method import Method, MethodOptions, TreeOptions
 from jetdraft.runtime.proposers.proposer import Proposer, Seen, Traits
 from jetdraft.runtime.sampling.chooser import Chooser
 
-__all__ = [
-    "Answer", "Chooser", "Kind", "LoadedBundle", "Method", "MethodOptions", "OWN",
-    "Probing", "Proposer", "Rows", "Seen", "Target", "Traits", "TreeOptions", "methods",
-    "registered",
-]  # fmt: skip
+__all__ = ["Answer", "Chooser", "Kind", "LoadedBundle", "Method", "MethodOptions"]
+__all__ += ["OWN", "Probing", "Proposer", "Rows", "Seen", "Target", "Traits"]
+__all__ += ["TreeOptions", "methods", "registered"]
 
 OWN = (
     *("lookup", "draft", "eagle", "kangaroo", "glide", "chimera", "falcon", "select"),

@@ -1,5 +1,6 @@
 """Conversations: turns that add to one text."""
 
+import itertools
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -24,6 +25,8 @@ from jetdraft.runtime.text.tools import ToolCall, Tools
 
 # The share of the capacity that stays filled; to drop turns reads the prompt again.
 KEPT_SHARE = 0.75
+# What a file raises that is no saved conversation.
+_DAMAGES = OSError, ValueError, TypeError, LookupError, AttributeError, OptionError
 
 
 class Conversation:
@@ -141,19 +144,10 @@ class Conversation:
         """Replace the messages by those in a file of `save`; raises `OptionError`."""
         fact = f"{file} is not a saved conversation"
         fix = "give a file of /save (Conversation.save)"
-        causes = (
-            OSError,
-            ValueError,
-            TypeError,
-            LookupError,
-            AttributeError,
-            OptionError,
-        )
-        with as_error(OptionError, causes, fact, fix, "file"):
+        with as_error(OptionError, _DAMAGES, fact, fix, "file"):
             messages = read_json_file(Path(file), most_bytes=1 << 28, exact=True)
-            for part in (
-                p for m in check_messages(messages) for p in m["content"] or ()
-            ):
+            parts = [m["content"] or () for m in check_messages(messages)]
+            for part in itertools.chain.from_iterable(parts):
                 if isinstance(part, dict) and part["type"] == "image":
                     encoded = part["image"].removeprefix("data:")  # never a file
                     part["image"] = read_picture(f"data:{encoded}")

@@ -35,6 +35,7 @@ from jetdraft.runtime.speech.transcription import (
     check_speech,
 )
 from jetdraft.runtime.stream import AsyncStream, Embedder, Stream, embedding_prompt
+from jetdraft.runtime.text.call_grammar import CallFormat
 from jetdraft.runtime.text.codec import check_characters, check_ids
 from jetdraft.runtime.text.constraint import Constraint
 from jetdraft.runtime.text.stops import Thinking
@@ -44,7 +45,7 @@ from jetdraft.runtime.text.template import (
     check_messages,
     take_images,
 )
-from jetdraft.runtime.text.tools import CallFormat, Tools
+from jetdraft.runtime.text.tools import Tools
 from jetdraft.runtime.text.worker_process import Vocabulary
 
 MOST_ADAPTED = 8  # The most adapters of a model that have buffers.

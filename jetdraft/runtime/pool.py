@@ -6,7 +6,7 @@ from pathlib import Path
 from queue import Empty, LifoQueue
 from typing import Unpack
 
-from jetdraft.errors import JetdraftError, OptionError
+from jetdraft.errors import JetdraftError, OptionError, refusing
 from jetdraft.runtime.model import Model, load
 from jetdraft.runtime.passes.opener import LoadOptions
 
@@ -43,11 +43,10 @@ class Pool(AbstractContextManager["Pool"]):
 
         Raises `JetdraftError` if no model becomes free.
         """
-        try:
+        fact = f"all {len(self.models)} models of the pool are generating"
+        busy = JetdraftError(f"{fact}; wait longer, or make a larger pool")
+        with refusing(busy, Empty):
             model = self._free.get(timeout=seconds)
-        except Empty:
-            fact = f"all {len(self.models)} models of the pool are generating"
-            raise JetdraftError(f"{fact}; wait longer, or make a larger pool") from None
         try:
             yield model
         finally:

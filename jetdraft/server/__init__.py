@@ -5,13 +5,13 @@ from functools import partial
 from typing import Any
 
 from jetdraft.errors import JetdraftError, LengthError, printable
-from jetdraft.options import check_fields, declared
+from jetdraft.options import Checked, declared
 
 _limit = partial(declared, "limits")
 
 
 @dataclass(frozen=True)
-class Limits:
+class Limits(Checked):
     """Limits of requests, and of sound files in memory; raises `OptionError`.
 
     max_new_tokens: The most tokens of a text.
@@ -33,9 +33,6 @@ class Limits:
     max_seconds: float = _limit(300.0, above=0)
     prefix_bytes: int = _limit(1_000_000_000, least=1)
     max_sounds: int = 8
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
 
 ERRORS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}

@@ -26,7 +26,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from jetdraft import __version__
-from jetdraft.errors import JetdraftError, OptionError, printable
+from jetdraft.errors import JetdraftError, OptionError, printable, refusing
 from jetdraft.parsing import JsonError, read_json
 from jetdraft.runtime.passes.pictures import NO_IMAGES
 from jetdraft.runtime.pool import Pool
@@ -280,12 +280,10 @@ class Service:
             fact = f"the page at {origin!r} is foreign; send the form from {host!r}"
             raise RequestError(fact, status=403)
         check_speech(self._model.parts)
-        try:
+        fact = "too many sounds are being heard; try again later"
+        with refusing(RequestError(fact, status=503), TimeoutError):
             async with asyncio.timeout(self.limits.max_wait):
                 await self._sound_slots.acquire()
-        except TimeoutError:
-            fact = "too many sounds are being heard; try again later"
-            raise RequestError(fact, status=503) from None
         try:
             return await self._transcribe_form(request)
         finally:
@@ -326,17 +324,15 @@ class Service:
         if content.lower() != kind and not (is_loose and content in LOOSE_TYPES):
             raise RequestError(f"content type {content!r}; send {kind}", status=415)
         data = bytearray()
-        try:
+        late = RequestError("the body did not come in time", status=408)
+        gone = RequestError("the client has gone", status=499)
+        with refusing(late, TimeoutError), refusing(gone, ClientDisconnect):
             async with asyncio.timeout(RECEIVE_SECONDS):
                 async for part in request.stream():
                     data += part
                     if len(data) > most:
                         fact = f"the body is longer than {most} bytes; send less"
                         raise RequestError(fact, status=413)
-        except TimeoutError:
-            raise RequestError("the body did not come in time", status=408) from None
-        except ClientDisconnect:
-            raise RequestError("the client has gone", status=499) from None
         return data
 
     def _check_images(self, images: Sequence[bytes | Path]) -> None:

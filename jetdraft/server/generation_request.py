@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Self
 from urllib.parse import unquote
 
+from jetdraft.errors import refusing
 from jetdraft.parsing import JsonError, read_json
 from jetdraft.runtime.model import Model
 from jetdraft.runtime.planning.options import GenerateOptions, Options
@@ -325,11 +326,9 @@ def _get_options(body: Body, chat: bool, most: int) -> dict[str, Any]:
     if "prediction" in body:
         options["prediction"] = _read_prediction(body["prediction"])
     if "logit_bias" in body:
-        try:
+        refusal = _field_error("logit_bias", "an object from token ids to numbers")
+        with refusing(refusal, AttributeError, TypeError, ValueError):
             biases = {int(token): bias for token, bias in body["logit_bias"].items()}
-        except (AttributeError, TypeError, ValueError) as error:
-            rule = "an object from token ids to numbers"
-            raise _field_error("logit_bias", rule) from error
         options["logit_bias"] = biases
     if chat and body.get("logprobs", False):
         options["logprobs"] = body.get("top_logprobs", 0)

@@ -11,6 +11,7 @@ from typing import Any, Self
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from jetdraft.contracts.tensors import Float32s
+from jetdraft.errors import refusing
 from jetdraft.runtime.model import Model
 from jetdraft.runtime.planning.options import Options
 from jetdraft.runtime.speech.segments import Segment, Transcript, srt, vtt
@@ -126,22 +127,18 @@ def _refuse_if(is_wrong: bool, fact: str, field: str | None = None) -> None:
 
 
 def _field_text(name: str, values: Sequence[bytes]) -> str:
-    try:
+    with refusing(RequestError(f"give {name!r} once, in UTF-8", name), ValueError):
         [value] = values
         text = value.decode()
-    except ValueError as error:
-        raise RequestError(f"give {name!r} once, in UTF-8", name) from error
     fact = f"{name!r} is longer than {MAX_FIELD_CHARS} characters"
     _refuse_if(len(text) > MAX_FIELD_CHARS, fact, name)
     return text
 
 
 def _field_number(name: str, text: str, kind: type[float]) -> float:
-    try:
+    fact = f"{name} {text!r} is not a number; give one"
+    with refusing(RequestError(fact, name), ValueError):
         return kind(text)
-    except ValueError as error:
-        fact = f"{name} {text!r} is not a number; give one"
-        raise RequestError(fact, name) from error
 
 
 def read_form(data: bytes | bytearray, content_type: str) -> dict[str, list[bytes]]:

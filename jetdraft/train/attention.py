@@ -94,10 +94,9 @@ def attend(
     if masked is not None:
         return masked.attend(module, query, key, value, scaling, position_bias), None
     if sliding_window or softcap or unknown_arguments(extra):
-        raise UnsupportedModelError(
-            f"{type(module).__name__} has windows, capped scores or other arguments; "
-            "streams need plain attention, so choose another model"
-        )
+        fact = "has windows, capped scores or other arguments"
+        fix = "streams need plain attention, so choose another model"
+        raise UnsupportedModelError.of(module, fact, fix)
     groups = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
     scale = float(scaling if scaling is not None else query.shape[-1] ** -0.5)

@@ -77,38 +77,12 @@ class Corpus:
     def read(
         cls,
         files: Sequence[Path],
-        tokenizer: Tokenizer,
-        end: Sequence[int],
-        length: int,
-        least: int,
+        reader: "TextReader",
         share: float = 0.05,
         seed: int = 0,
-        prompts_alone: bool = False,
-        template: ChatTemplate | None = None,
     ) -> "Corpus":
-        """Read files; sequences have `least` to `length` tokens; raises `DataError`.
-
-        The first token of `end` ends each text; a `share` of the sequences validates.
-        With `prompts_alone` prompts may lack completions; `template` renders messages.
-        """
-        last = list(end[:1])
-        reader = _LineReader(tokenizer, last, length, least, prompts_alone, template)
-        sequences: list[Example] = []
-        texts: list[int] = []
-        read = 0  # without the ends of texts
-        for file in files:
-            if file.suffix == ".jsonl":
-                sequences += reader.examples(file)
-            else:
-                ids = tokenizer.encode(read_text(file)).ids
-                read += len(ids)
-                texts += [*ids, *last]
-        windows = (texts[i : i + length] for i in range(0, len(texts), length))
-        sequences += [Example.completed(w, 0) for w in windows if len(w) >= least]
-        if not sequences:
-            fact = f"the data has {read} of the {least} tokens that a sequence needs"
-            raise DataError(f"{fact}; give more text")
-        digest = hashlib.sha256()
+        """Read files; a `share` of the sequences validates; raises `DataError`."""
+        sequences, digest = reader.sequences(files), hashlib.sha256()
         for file in files:
             digest.update(read_bytes(file))
         return cls(sequences, share, seed, digest.hexdigest())
@@ -146,15 +120,40 @@ def split_batch(batch: Batch) -> list[Example]:
 
 
 @dataclass(frozen=True)
-class _LineReader:
+class TextReader:
+    """Reads the sequences of a `Corpus`, of `least` to `length` tokens.
+
+    The first token of `ends` ends each text. With `prompts_alone` prompts may lack
+    completions; `template` renders messages.
+    """
+
     tokenizer: Tokenizer
-    end: list[int]
+    ends: Sequence[int]
     length: int
     least: int
-    prompts_alone: bool
-    template: ChatTemplate | None
+    prompts_alone: bool = False
+    template: ChatTemplate | None = None
 
-    def examples(self, file: Path) -> list[Example]:
+    def sequences(self, files: Sequence[Path]) -> list[Example]:
+        """Read files, at least one sequence; raises `DataError`."""
+        sequences, texts = list[Example](), list[int]()
+        read = 0  # without the ends of texts
+        for file in files:
+            if file.suffix == ".jsonl":
+                sequences += self._examples(file)
+            else:
+                ids = self.tokenizer.encode(read_text(file)).ids
+                read += len(ids)
+                texts += [*ids, *self.ends[:1]]
+        starts = range(0, len(texts), self.length)
+        windows = (texts[start : start + self.length] for start in starts)
+        sequences += [Example.completed(w, 0) for w in windows if len(w) >= self.least]
+        if not sequences:
+            fact = f"the data has {read} of the {self.least} tokens that a sequence "
+            raise DataError(f"{fact}needs; give more text")
+        return sequences
+
+    def _examples(self, file: Path) -> list[Example]:
         """Read the examples of a file; raises `DataError` for bad or long lines."""
         examples: dict[int, Example] = {}
         for number, line in enumerate(read_text(file).split("\n"), start=1):
@@ -173,7 +172,7 @@ class _LineReader:
 
     def _example(self, line: str, where: str) -> Example:
         head, tail = self._encode(line, where)
-        ids = head if tail is None else [*head, *tail, *self.end]
+        ids = head if tail is None else [*head, *tail, *self.ends[:1]]
         least = 1 if tail is None else self.least
         if len(ids) < least:
             fact = f"{where} has {len(ids)} tokens, a sequence needs {least}"

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from jetdraft.checkpoints.folder import checkpoint_folder, weights_sha256
 from jetdraft.errors import DataError, OptionError
 from jetdraft.runtime.text.template import ChatTemplate
-from jetdraft.train.data import Corpus
+from jetdraft.train.data import Corpus, TextReader
 from jetdraft.train.machine import defer_interrupts, this_process
 from jetdraft.train.task import Run, Task, TrainingOptions
 from jetdraft.train.written_texts import WrittenTexts
@@ -93,17 +93,15 @@ class Training(Run):
             fact = f"{target.source} has no tokenizer to read the data with"
             raise DataError(f"{fact}; add a tokenizer")
         chat = target.chat_template
-        return Corpus.read(
-            data,
+        reader = TextReader(
             Tokenizer.from_str(target.tokenizer),
             target.eos_token_ids,
             options.sequence_length,
             self.task.least_tokens,
-            options.validation_share,
-            options.seed,
             self.task.completes_prompts,
             ChatTemplate(chat, target.special_tokens) if chat else None,
         )
+        return Corpus.read(data, reader, options.validation_share, options.seed)
 
     def _complete_texts(self, progress: ReportStage) -> None:
         regenerate = getattr(self.task.settings, "regenerate", False)

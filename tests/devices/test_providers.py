@@ -12,16 +12,7 @@ from onnx import numpy_helper
 from jetdraft.cli.doctor import examine
 from jetdraft.contracts.step_contract import StepContract
 from jetdraft.devices import providers, webgpu
-from jetdraft.devices.providers import (
-    PROVIDERS,
-    Presence,
-    choose_provider,
-    engine_folder,
-    engine_options,
-    failure_reason,
-    try_provider,
-)
-from jetdraft.devices.trial import GRAPH
+from jetdraft.devices.providers import PROVIDERS, Presence, try_provider
 from jetdraft.errors import ProviderError
 from jetdraft.runtime.passes import session
 from jetdraft.runtime.passes.session import _check_provider
@@ -43,7 +34,7 @@ RUNS = Presence("webgpu", True, True)
 
 
 def test_the_graph_of_a_trial_multiplies():
-    graph = onnx.load(GRAPH).graph
+    graph = onnx.load(providers.GRAPH).graph
     assert [node.op_type for node in graph.node] == ["MatMul"]
     assert numpy_helper.to_array(graph.initializer[0]).tolist() == [[1, 2], [3, 4]]
 
@@ -74,7 +65,7 @@ def test_what_a_trial_finds(monkeypatch):
     (1, "", "no message"),
 )
 def test_reasons(code, stderr, reason):
-    assert reason in failure_reason(code, stderr)
+    assert reason in providers.failure_reason(code, stderr)
 
 
 def presences(**reasons: str):
@@ -155,8 +146,8 @@ def test_a_silent_fall_back_is_an_error(monkeypatch):
 def test_what_cannot_run_is_refused_with_the_reason(monkeypatch):
     monkeypatch.setattr(providers, "try_provider", lambda name: BROKEN)
     with pytest.raises(ProviderError, match="it needs libcublas"):
-        choose_provider("cuda", [("contrib", "float16")])
-    assert choose_provider("auto", [("standard", "float16")]).name == "cpu"
+        providers.choose_provider("cuda", [("contrib", "float16")])
+    assert providers.choose_provider("auto", [("standard", "float16")]).name == "cpu"
 
 
 def test_auto_takes_the_fastest_that_can(monkeypatch):
@@ -167,10 +158,13 @@ def test_auto_takes_the_fastest_that_can(monkeypatch):
         ("contrib", "float16", "cuda"),
         ("contrib", "float32", "webgpu"),
     ):
-        assert choose_provider("auto", [(flavour, dtype)]).name == name
-        assert choose_provider("auto", [(flavour, dtype)], "states").name == "cpu"
+        assert providers.choose_provider("auto", [(flavour, dtype)]).name == name
+        assert (
+            providers.choose_provider("auto", [(flavour, dtype)], "states").name
+            == "cpu"
+        )
     runs = replace(runs, software=True)
-    assert choose_provider("auto", [("contrib", "float32")]).name == "cpu"
+    assert providers.choose_provider("auto", [("contrib", "float32")]).name == "cpu"
 
 
 def shapes(text):
@@ -178,7 +172,7 @@ def shapes(text):
 
 
 def test_an_engine_of_one_width_knows_one_shape(tmp_path):
-    options = engine_options(CONTRACT, 4, tmp_path)
+    options = providers.engine_options(CONTRACT, 4, tmp_path)
     least, usual, largest = (options[f"trt_profile_{name}_shapes"] for name in SIZES)
     assert shapes(least) == {
         "input_ids": "1x4", "position_ids": "1x4", "answer_rows": "4",
@@ -189,14 +183,14 @@ def test_an_engine_of_one_width_knows_one_shape(tmp_path):
 
 
 def test_an_engine_of_all_widths_is_fastest_at_a_prefill(tmp_path):
-    options = engine_options(CONTRACT, None, tmp_path)
+    options = providers.engine_options(CONTRACT, None, tmp_path)
     sizes = [shapes(options[f"trt_profile_{name}_shapes"]) for name in SIZES]
     rows_and_answers = [(size["input_ids"], size["answer_rows"]) for size in sizes]
     assert rows_and_answers == [("1x1", "1"), ("1x64", "1"), ("1x64", "64")]
 
 
 def test_onnxruntime_takes_texts():
-    options = engine_options(CONTRACT, 2, None)
+    options = providers.engine_options(CONTRACT, 2, None)
     assert options["trt_fp16_enable"] == "1"
     assert options["trt_engine_cache_enable"] == "0"
     assert all(isinstance(value, str) for value in options.values())
@@ -204,24 +198,24 @@ def test_onnxruntime_takes_texts():
 
 @pytest.mark.parametrize("changed", list(MACHINE))
 def test_engines_of_the_same_machine_are_kept(tmp_path, recwarn, changed):
-    folder = engine_folder(tmp_path / "engines", MACHINE)
+    folder = providers.engine_folder(tmp_path / "engines", MACHINE)
     (folder / "an.engine").write_text("built")
-    assert engine_folder(tmp_path / "engines", MACHINE) == folder
+    assert providers.engine_folder(tmp_path / "engines", MACHINE) == folder
     assert (folder / "an.engine").exists()
     other = {**MACHINE, changed: "another"}
     assert not recwarn
     with pytest.warns(UserWarning, match="built again"):
-        assert engine_folder(tmp_path / "engines", other) == folder
+        assert providers.engine_folder(tmp_path / "engines", other) == folder
     assert not (folder / "an.engine").exists()
     recwarn.clear()
-    engine_folder(tmp_path / "engines", other)
+    providers.engine_folder(tmp_path / "engines", other)
     assert not recwarn
 
 
 def test_a_folder_that_cannot_be_written_costs_a_warning(tmp_path):
     (tmp_path / "file").write_text("in the way")
     with pytest.warns(UserWarning, match="built at every load"):
-        assert engine_folder(tmp_path / "file" / "engines", MACHINE) is None
+        assert providers.engine_folder(tmp_path / "file" / "engines", MACHINE) is None
 
 
 def forget():

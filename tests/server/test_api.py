@@ -12,8 +12,8 @@ from jetdraft.cli import main
 from jetdraft.runtime.measured.stats import Stats
 from jetdraft.runtime.piece import Piece, Result
 from jetdraft.runtime.sampling.chooser import Logprob
+from jetdraft.runtime.text.call_grammar import HERMES, CallFormat
 from jetdraft.runtime.text.codec import TextCodec
-from jetdraft.runtime.text.tools import HERMES, CallFormat
 from jetdraft.server import generation_request
 from jetdraft.server.generation_request import (
     IGNORED_FIELDS,

@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 
 from jetdraft import Pool, Tools
 from jetdraft.cli import main
-from jetdraft.runtime.text.tools import CallFormat
+from jetdraft.runtime.text.call_grammar import CallFormat
 from jetdraft.server import Limits, RequestError
 from jetdraft.server.app import DIALECTS, Service
 from jetdraft.server.whole_requests import read_form

@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, GPT2Config
 
 from jetdraft.errors import DataError, TrainingError
 from jetdraft.runtime.text.template import ChatTemplate
-from jetdraft.train import written_texts
-from jetdraft.train.data import IGNORED, Corpus, Example, collate, split_batch
+from jetdraft.train import data, written_texts
+from jetdraft.train.data import IGNORED, Corpus, Example, TextReader, collate
 from jetdraft.train.written_texts import WrittenTexts, continuations
 from tests import cases
 from tests.tiny import END_OF_TEXT, llama_config, tokenizer
@@ -30,12 +30,12 @@ END = 0
 PROMPTS = [[5, 7, 9, 11, 2], [8], [30, 31, 32]]
 
 
-def read(tmp_path, *rows, end=(0,), **how):
+def read(tmp_path, *rows, share=0.05, **how):
     file = tmp_path / "data.jsonl"
     lines = (row if isinstance(row, str) else json.dumps(row) for row in rows)
     file.write_text("\n".join(lines))
-    how = {"tokenizer": tokenizer(), "length": 64, "least": 2, **how}
-    return Corpus.read([file], end=end, **how)
+    how = {"tokenizer": tokenizer(), "ends": (0,), "length": 64, "least": 2, **how}
+    return Corpus.read([file], TextReader(**how), share)
 
 
 def only(corpus):
@@ -79,7 +79,7 @@ def test_a_chat_that_ends_with_the_user_is_to_be_completed(tmp_path):
 def test_lines_that_cannot_be_learned(tmp_path, row, message):
     template = ChatTemplate(TEMPLATE, {})
     with pytest.raises(DataError, match=f"line 1 of .*{message}"):
-        read(tmp_path, row, end=(), least=5, template=template)
+        read(tmp_path, row, ends=(), least=5, template=template)
 
 
 def test_lines_of_a_wrong_length(tmp_path):
@@ -103,13 +103,13 @@ def test_texts_that_cannot_be_learned(tmp_path, content, message):
     if content is not None:
         file.write_text(content)
     with pytest.raises(DataError, match=message):
-        Corpus.read([file], tokenizer(), (0,), length=32, least=5)
+        Corpus.read([file], TextReader(tokenizer(), (0,), length=32, least=5))
 
 
 @pytest.fixture
 def corpus(tmp_path):
     file = write_periodic(tmp_path / "text.txt")
-    return Corpus.read([file], tokenizer(), (0,), length=32, least=5)
+    return Corpus.read([file], TextReader(tokenizer(), (0,), length=32, least=5))
 
 
 def test_a_text_becomes_windows(corpus):
@@ -154,7 +154,7 @@ def test_messages_need_a_template_that_takes_them(tmp_path):
 def test_a_batch_gives_its_examples_back(tmp_path):
     rows = [{"prompt": "for " * n, "completion": "x" * n} for n in range(1, 6)]
     corpus = read(tmp_path, *rows, share=0.0)
-    examples = split_batch(corpus.batch(0, 4))
+    examples = data.split_batch(corpus.batch(0, 4))
     assert all(example in corpus.training for example in examples)
     assert len(examples) == 4
 
@@ -165,7 +165,7 @@ def test_the_files_are_never_in_memory_together(tmp_path, monkeypatch):
         file.write_bytes(bytes([97 + number]) * size)
     monkeypatch.setattr("jetdraft.train.data.read_text", lambda file: "for self " * 99)
     tracemalloc.start()
-    corpus = Corpus.read(files, tokenizer(), (0,), length=64, least=2)
+    corpus = Corpus.read(files, TextReader(tokenizer(), (0,), length=64, least=2))
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 3 * size

@@ -144,10 +144,9 @@ class DraftModule(nn.Module):
         files.check_keys(cls.keys)
         fields = files.fields_beside(tensors, target)
         if cls.one_layer and fields["num_layers"] != 1:
-            raise CheckpointError(
-                f"{files.source} has {fields['num_layers']} layers, and jetdraft "
-                f"reads {cls.published} drafters of one; give such a drafter"
-            )
+            fact = f"has {fields['num_layers']} layers, and jetdraft reads "
+            fact += f"{cls.published} drafters of one"
+            raise files.refusal(fact, "give such a drafter")
         return HeadConfig(draft_vocab_size=fields["vocab_size"], **fields), None
 
     def make_own_matrices(self, source: str, tensors: Mapping[str, Tensor]) -> None:

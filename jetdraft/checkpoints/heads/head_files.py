@@ -22,7 +22,7 @@ from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.folder import check_file_types, check_shards
 from jetdraft.checkpoints.heads.head_layers import HeadConfig
 from jetdraft.checkpoints.layers import D2T, MAX_PADDING, T2D, ids_from_d2t
-from jetdraft.errors import CheckpointError, as_error, printable
+from jetdraft.errors import CheckpointError, as_error, printable, refusing
 from jetdraft.parsing import read_json_file
 
 # The last is Medusa's and Hydra's; other files of torch belong to a training.
@@ -50,7 +50,7 @@ _IGNORED_KEYS = {
 }
 # Features that jetdraft does not support, with the values that turn them off.
 _OFF = {"use_sliding_window": False, "sliding_window": None, "qkv_bias": False}
-
+_OTHER_TARGET = "give the head of this target"  # The fix for a head of another.
 Tensors = dict[str, Tensor]  # The tensors of a head by their names.
 Sizes = tuple[HeadConfig, Tensor | None]
 
@@ -163,6 +163,10 @@ class HeadFiles:
             raise self._field_error(name, "a number above 0")
         return float(value)
 
+    def refusal(self, fact: str, fix: str = "fetch it again") -> CheckpointError:
+        """The error for what the head is, has or does."""
+        return CheckpointError(f"{self.source} {fact}; {fix}")
+
     def _field_error(self, name: str, needed: str) -> CheckpointError:
         fact = f"no {name}"
         if name in self.config:
@@ -191,8 +195,7 @@ class HeadFiles:
         heads = self.positive_integer("num_attention_heads")
         query = tensors.get(f"{FIRST_LAYER}self_attn.q_proj.weight")
         if query is None or query.shape[0] % heads:
-            fact = f"{self.source} has no q_proj of {heads} heads in its first layer"
-            raise CheckpointError(f"{fact}; fetch it again")
+            raise self.refusal(f"has no q_proj of {heads} heads in its first layer")
         own = [name for name in tensors if name.startswith("stack.layers.")]
         activation = self.config.get("hidden_act") or "silu"
         if not isinstance(activation, str) or activation not in ACT2FN:
@@ -220,10 +223,8 @@ class HeadFiles:
         size = target.model.config.get_text_config(decoder=True).hidden_size
         reads = self.config.get("target_hidden_size") or fields["hidden_size"]
         if reads != size:
-            raise CheckpointError(
-                f"{self.source} reads states of {reads} numbers, but {target.source} "
-                f"has {size}; give the head of this target"
-            )
+            fact = f"reads states of {reads} numbers, but {target.source} has {size}"
+            raise self.refusal(fact, _OTHER_TARGET)
         vocabulary = self.check_vocabulary(target)
         return fields | {"target_hidden_size": int(size), "vocab_size": vocabulary}
 
@@ -231,10 +232,8 @@ class HeadFiles:
         """Return the target's number of tokens; raise if the head's number differs."""
         own = self.positive_integer("vocab_size") if own is None else own
         if abs(own - target.vocab_size) > MAX_PADDING:
-            raise CheckpointError(
-                f"{self.source} is for a vocabulary of {own} tokens, but "
-                f"{target.source} has {target.vocab_size}; give the head of this target"
-            )
+            fact = f"is for a vocabulary of {own} tokens, but {target.source} has "
+            raise self.refusal(f"{fact}{target.vocab_size}", _OTHER_TARGET)
         return target.vocab_size
 
     def mapped_ids(self, tensors: Tensors, target: Checkpoint) -> Tensor | None:
@@ -243,10 +242,8 @@ class HeadFiles:
         rows = self.config.get("draft_vocab_size") or own
         maps = {n: tensors.pop(n) for n in list(tensors) if n.startswith((T2D, D2T))}
         if D2T not in maps and rows != own:
-            raise CheckpointError(
-                f"{self.source} drafts from {rows} of {own} tokens but has no d2t that "
-                "names them; fetch it again"
-            )
+            fact = f"drafts from {rows} of {own} tokens but has no d2t that names them"
+            raise self.refusal(fact)
         if own != size:
             embedding = target.model.get_input_embeddings()
             _fit_rows(tensors, EMBEDDING_WEIGHT, own, embedding.weight)
@@ -264,7 +261,7 @@ class HeadFiles:
         """Cut LM heads in `tensors` to the target's rows; return how many they have."""
         first = tensors.get("lm_heads.0.weight")
         if first is None or first.ndim != 2:
-            raise CheckpointError(f"{self.source} has no first LM head; fetch it again")
+            raise self.refusal("has no first LM head")
         rows = self.check_vocabulary(target, len(first))
         for name, rows_of_head in tensors.items():
             if name.startswith("lm_heads.") and len(rows_of_head) > rows:
@@ -276,21 +273,19 @@ class HeadFiles:
         known = isinstance(ids, list) and all(type(index) is int for index in ids)
         taps = tuple(index + shift for index in ids or ()) if known else ()
         if not taps or any(not 0 <= tap <= layers for tap in taps):
-            raise CheckpointError(
-                f"{self.source} reads the target at {ids}, but its {layers} layers "
-                f"give {-shift} to {layers - shift}; give the head of this target"
-            )
+            fact = f"reads the target at {ids}, but its {layers} layers give {-shift} "
+            raise self.refusal(f"{fact}to {layers - shift}", _OTHER_TARGET)
         return taps
 
     def check_fusion(self, tensors: Mapping[str, Tensor], size: int, taps: str) -> None:
         """Raise `CheckpointError` unless fc reads `size` numbers; `taps` names them."""
         if "fc.weight" not in tensors:
-            raise CheckpointError(f"{self.source} has no fc.weight; fetch it again")
+            raise self.refusal("has no fc.weight")
         width = tensors["fc.weight"].shape[1]
         if width != size:
             raise CheckpointError(
                 f"the fc of {self.source} reads {width} numbers, but {taps} of "
-                f"this target have {size}; give the head of this target"
+                f"this target have {size}; {_OTHER_TARGET}"
             )
 
 
@@ -308,12 +303,9 @@ def _find_folder(source: str) -> Path:
         check_file_types(Path(source))
         check_shards(Path(source))
         return Path(source)
-    try:
+    fact = f"no head at {printable(source)}; give a folder, or a hub id like org/name"
+    with refusing(CheckpointError(fact), OSError, ValueError):
         return Path(snapshot_download(source, allow_patterns=["*.json", *_WEIGHTS]))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"no head at {printable(source)}; give a folder, or a hub id like org/name"
-        ) from error
 
 
 def _read_tensors(source: str, folder: Path) -> dict[str, Tensor]:

@@ -178,8 +178,7 @@ def make_target_layers(model: Any, count: int) -> HeadLayers:
             config.mlp_layer_types = list(kinds or ["sparse"] * count)
         layers = [layer_class(config, index) for index in range(count)]
     if rotary is None:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} has no rotary embedding, so its MTP layer cannot "
-            "be made; export without the head (--head none)"
-        )
+        fact = "has no rotary embedding, so its MTP layer cannot be made"
+        fix = "export without the head (--head none)"
+        raise UnsupportedModelError.of(model, fact, fix)
     return HeadLayers(layers, copy.deepcopy(rotary), config)

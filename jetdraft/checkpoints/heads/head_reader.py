@@ -127,10 +127,9 @@ def _load_tensors(
         if names := sorted(a.keys() - b.keys()):
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             first = files.stored_name(names[0], tensors)
-            raise CheckpointError(
-                f"{source} {fact} weight {printable(repr(first), 100)}{more}; give a "
-                "head that is complete and of a known layout"
-            )
+            lacking = f"{fact} weight {printable(repr(first), 100)}{more}"
+            fix = "give a head that is complete and of a known layout"
+            raise files.refusal(lacking, fix)
     for name, tensor in given.items():
         stored, shape = files.stored_name(name, tensors), wanted[name].shape
         if tensor.shape != shape:

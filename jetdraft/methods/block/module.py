@@ -14,7 +14,7 @@ from jetdraft.checkpoints.heads.blocks import MAX_BLOCK_TOKENS
 from jetdraft.checkpoints.heads.draft_module import DraftModule, Reads
 from jetdraft.checkpoints.heads.head_files import HeadFiles, Sizes, Tensors
 from jetdraft.checkpoints.heads.head_layers import HeadConfig
-from jetdraft.errors import CheckpointError, UnsupportedModelError
+from jetdraft.errors import UnsupportedModelError
 
 MODEL_TYPE = "jetdraft-block"  # What the config of a drafter calls itself.
 
@@ -81,7 +81,7 @@ class SourceDrafter(DraftModule):
 
     @classmethod
     def configure(cls, files: HeadFiles, target: Checkpoint, tensors: Tensors) -> Sizes:
-        source, fields = files.source, files.config
+        fields = files.config
         files.check_keys(cls.keys)
         slots = files.positive_integer("block_size")
         layers = files.positive_integer("num_hidden_layers")
@@ -97,7 +97,7 @@ class SourceDrafter(DraftModule):
         ):
             if is_wrong:
                 fix = f"give the drafter that was trained for {target.source}"
-                raise CheckpointError(f"{source} {fact}; {fix}")
+                raise files.refusal(fact, fix)
         return config, None
 
     def target_weight_prefixes(self, target: Checkpoint) -> tuple[str, ...]:
@@ -120,8 +120,7 @@ def find_decoder_layers(model: Any) -> tuple[str, nn.ModuleList]:
     for name, child in model.get_decoder().named_children():
         if isinstance(child, nn.ModuleList):
             return name, child
-    fact = f"{type(model).__name__} has no list of layers in its decoder"
-    raise UnsupportedModelError(f"{fact}; see docs/models.md")
+    raise UnsupportedModelError.of(model, "has no list of layers in its decoder")
 
 
 def source_config(target: Checkpoint, layers: int, slots: int) -> HeadConfig:

@@ -13,7 +13,6 @@ from jetdraft.checkpoints.heads import head_layers
 from jetdraft.checkpoints.heads.draft_module import DraftInputs, DraftModule, Reads
 from jetdraft.checkpoints.heads.head_files import HeadFiles, Sizes, Tensors
 from jetdraft.checkpoints.heads.head_layers import project_heads, rotate_rows
-from jetdraft.errors import CheckpointError
 
 ARCHITECTURE = "ChimeraDrafter"  # What the config of a drafter calls it.
 ROW_TOKENS = 3  # The tokens that the trigram encoder reads.
@@ -89,6 +88,6 @@ class Chimera(DraftModule):
     def configure(cls, files: HeadFiles, target: Checkpoint, tensors: Tensors) -> Sizes:
         config, ids = super().configure(files, target, tensors)
         if config.qk_norm:
-            fact = f"{files.source} is not a Chimera drafter with one Llama layer"
-            raise CheckpointError(f"{fact}; give such a drafter")
+            fact = "is not a Chimera drafter with one Llama layer"
+            raise files.refusal(fact, "give such a drafter")
         return config, ids

@@ -137,8 +137,8 @@ class Dflash(BlockDrafter):
     @classmethod
     def _flatten_config(cls, files: HeadFiles) -> HeadFiles:
         if lacking := _ARCHITECTURES.get(files.architecture):
-            fact = f"{files.source} has {lacking}, which jetdraft does not compute"
-            raise CheckpointError(f"{fact}; give a head of DFlash or DSpark")
+            fact = f"has {lacking}, which jetdraft does not compute"
+            raise files.refusal(fact, "give a head of DFlash or DSpark")
         config = {**files.config, **(files.config.get("dflash_config") or {})}
         on = {n: v for n, v in config.items() if v not in _VALUES.get(n, ())}
         return files.configured(on).flattened(cls.keys, _SPECULATOR_KEYS)
@@ -156,10 +156,8 @@ def _read_mask_token(files: HeadFiles, target: Checkpoint) -> int:
     layers = len(decoder_layers(target.model))
     meant = files.config.get("num_target_layers") or layers
     if meant != layers:
-        raise CheckpointError(
-            f"{files.source} is for a target of {meant} layers, but {target.source} "
-            f"has {layers}; give the head of this target"
-        )
+        fact = f"is for a target of {meant} layers, but {target.source} has {layers}"
+        raise files.refusal(fact, "give the head of this target")
     embedding = target.model.get_input_embeddings()
     if type(embedding).forward is not nn.Embedding.forward:
         raise CheckpointError(

@@ -78,27 +78,27 @@ class ModelSettings(task.DrafterSettings):
         super().__post_init__()
         has_start = self.start is not None or bool(self.from_layers)
         asks_target = self.loss != TEXT and not self.on_policy_share
-        for is_wrong, message in (
-            (self.start is not None and self.from_layers,
-             "a drafter starts from a checkpoint or from the target's layers; give "
-             "--from or --from-layers, not both"),
-            (has_start and (self.layers or self.hidden_size),
-             "a drafter that starts from weights has their sizes; leave --layers and "
-             "--hidden-size out"),
-            (self.beta is not None and self.loss != asked.JENSEN_SHANNON,
-             f"loss {self.loss} has no beta; leave --beta out, or give --loss "
-             f"{asked.JENSEN_SHANNON}"),
-            (self.loss == TEXT and self.on_policy_share,
-             "the loss text asks no target, so a drafter cannot learn from its own "
-             "texts; leave --on-policy-share out, or give another --loss"),
-            (self.cache is None and self.cache_tokens != type(self).cache_tokens,
-             "--cache-tokens needs a folder; give --cache too"),
-            (self.cache is not None and not asks_target,
-             "the cache keeps what the target says of texts that come again; leave "
-             "--cache out with --on-policy-share and with --loss text"),
-        ):  # fmt: skip
-            if is_wrong:
-                raise OptionError(message)
+        fact = fix = ""
+        if self.start is not None and self.from_layers:
+            fact = "a drafter starts from a checkpoint or from the target's layers"
+            fix = "give --from or --from-layers, not both"
+        elif has_start and (self.layers or self.hidden_size):
+            fact = "a drafter that starts from weights has their sizes"
+            fix = "leave --layers and --hidden-size out"
+        elif self.beta is not None and self.loss != asked.JENSEN_SHANNON:
+            fact = f"loss {self.loss} has no beta"
+            fix = f"leave --beta out, or give --loss {asked.JENSEN_SHANNON}"
+        elif self.loss == TEXT and self.on_policy_share:
+            fact = "the loss text asks no target, so a drafter cannot learn from its "
+            fact += "own texts"
+            fix = "leave --on-policy-share out, or give another --loss"
+        elif self.cache is None and self.cache_tokens != type(self).cache_tokens:
+            fact, fix = "--cache-tokens needs a folder", "give --cache too"
+        elif self.cache is not None and not asks_target:
+            fact = "the cache keeps what the target says of texts that come again"
+            fix = "leave --cache out with --on-policy-share and with --loss text"
+        if fact:
+            raise OptionError(f"{fact}; {fix}")
 
 
 class ModelSums(NamedTuple):

@@ -205,8 +205,7 @@ class Eagle(DraftModule):
         if outer.get("model_type") == "eagle" and isinstance(outer.get("model"), dict):
             outer = outer["model"]  # as old versions of vLLM wrapped it
         if files.is_speculators and not eagle3:
-            fact = f"{files.source} is no EAGLE-3 head, though speculators says so"
-            raise CheckpointError(f"{fact}; fetch it again")
+            raise files.refusal("is no EAGLE-3 head, though speculators says so")
         keys = cls.eagle3_keys if eagle3 else cls.keys
         return files.configured(outer).flattened(keys, keys)
 

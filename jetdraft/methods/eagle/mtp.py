@@ -13,22 +13,24 @@ from jetdraft.contracts.step_contract import StepContract
 from jetdraft.errors import CheckpointError
 from jetdraft.methods.eagle.module import Eagle, EagleConfig
 
-# By publisher, the pattern of a module's tensors, and its names of `_PARTS`.
 _PARTS = ("fc.", "embedding_norm.", "hidden_norm.", "norm.")
+
+
+def _layout(layer: str, *names: str) -> tuple[re.Pattern[str], dict[str, str]]:
+    """The pattern of a module's tensors, and its names of `_PARTS`."""
+    pattern = re.compile(rf"^(?:.*\.)?{layer}(?=(.*))")
+    return pattern, dict(zip((f"{name}." for name in names), _PARTS, strict=True))
+
+
+_QWEN_NORMS = "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"
+_MIMO_NORMS = "token_layernorm", "hidden_layernorm", "final_layernorm"
 _LAYOUTS = {
-    kind: (
-        re.compile(rf"^(?:.*\.)?{layer}(?=(.*))"),
-        dict(zip(names, _PARTS, strict=True)),
-    )
-    for kind, layer, *names in (
-        ("deepseek", r"layers\.(\d+)\.", "eh_proj.", "enorm.", "hnorm.",
-         "shared_head.norm."),
-        ("qwen", r"mtp\.(?:layers\.(\d+)\.)?", "fc.", "pre_fc_norm_embedding.",
-         "pre_fc_norm_hidden.", "norm."),
-        ("mimo", r"mtp_layers\.(\d+)\.", "input_proj.", "token_layernorm.",
-         "hidden_layernorm.", "final_layernorm."),
-    )
-}  # fmt: skip
+    "deepseek": _layout(
+        r"layers\.(\d+)\.", "eh_proj", "enorm", "hnorm", "shared_head.norm"
+    ),
+    "qwen": _layout(r"mtp\.(?:layers\.(\d+)\.)?", "fc", *_QWEN_NORMS),
+    "mimo": _layout(r"mtp_layers\.(\d+)\.", "input_proj", *_MIMO_NORMS),
+}  # By publisher.
 
 HIDDEN_FIRST = "mtp_hidden_states_first"
 _COPIED_PREFIXES = ("shared_head.head.", "embed_tokens.")  # Copies of the target's.
@@ -73,8 +75,7 @@ class Mtp(Eagle):
         for name in norms:
             if name not in shared | own:
                 prefix = files.stored_name(fc, shared | own).removesuffix(fc)
-                fact = f"{files.source} lacks weight {prefix + name!r}"
-                raise CheckpointError(f"{fact}; fetch it again")
+                raise files.refusal(f"lacks weight {prefix + name!r}")
         named = _stack_experts(_rename_tensors(layout, own, shared))
         tensors.clear()
         tensors.update(named)
@@ -121,8 +122,8 @@ def _split_tensors(
         into = modules.setdefault(int(match[1]), {}) if numbered else shared
         into[match[2]] = tensor
     if len(modules) != 1:
-        fact = f"{files.source} has {len(modules)} MTP modules"
-        raise CheckpointError(f"{fact}; jetdraft reads files with one module")
+        fix = "jetdraft reads files with one module"
+        raise files.refusal(f"has {len(modules)} MTP modules", fix)
     ((_, tensors),) = modules.items()
     return tensors, shared
 

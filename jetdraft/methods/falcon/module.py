@@ -14,7 +14,6 @@ from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.heads.draft_module import DraftInputs, DraftModule, Reads
 from jetdraft.checkpoints.heads.head_files import LAYER_KEYS, HeadFiles, Sizes, Tensors
 from jetdraft.checkpoints.heads.head_layers import HeadConfig, make_layers
-from jetdraft.errors import CheckpointError
 
 ARCHITECTURE = "FalconDrafter"  # What the config of a drafter calls it.
 MAX_ROWS = 8  # The most rows of a block; the paper has 2 to 4.
@@ -102,8 +101,6 @@ class Falcon(DraftModule):
         config, ids = super().configure(files, target, tensors)
         slots = files.positive_integer("block_size")
         if not 2 <= slots <= MAX_ROWS:
-            raise CheckpointError(
-                f"{files.source} is not a Falcon drafter of one layer for blocks of 2 "
-                f"to {MAX_ROWS}; give such a drafter"
-            )
+            fact = "is not a Falcon drafter of one layer for blocks of 2 to "
+            raise files.refusal(f"{fact}{MAX_ROWS}", "give such a drafter")
         return replace(config, slots=slots), ids

@@ -15,7 +15,6 @@ from jetdraft.checkpoints.heads.draft_module import DraftInputs, DraftModule, Re
 from jetdraft.checkpoints.heads.head_files import HeadFiles
 from jetdraft.checkpoints.heads.head_layers import HeadConfig
 from jetdraft.contracts.tensors import HIDDEN
-from jetdraft.errors import CheckpointError
 from jetdraft.methods.glide.module import attend_to_target
 
 # The name under which the attention is registered with transformers.
@@ -113,17 +112,13 @@ class Assistant(DraftModule):
         files.configured(layers).check_keys(
             {*type(text)().to_dict(), "global_head_dim", "num_global_key_value_heads"}
         )
+        fix = "give the assistant of this target"
         if not {FULL, SLIDING} <= set(getattr(own, "layer_types", None) or ()):
-            raise CheckpointError(
-                f"{files.source} reads layers with and without a sliding window, which "
-                f"{target.source} does not have; give the assistant of this target"
-            )
+            fact = "reads layers with and without a sliding window, which "
+            raise files.refusal(f"{fact}{target.source} does not have", fix)
         if whole.backbone_hidden_size != own.hidden_size:
-            raise CheckpointError(
-                f"{files.source} reads states of {whole.backbone_hidden_size} numbers, "
-                f"but {target.source} has {own.hidden_size}; give the assistant of "
-                "this target"
-            )
+            fact = f"reads states of {whole.backbone_hidden_size} numbers, but "
+            raise files.refusal(f"{fact}{target.source} has {own.hidden_size}", fix)
         files.check_vocabulary(target, text.vocab_size)
         sizes = {"hidden_size": text.hidden_size, "text": text}
         return AssistantConfig.beside(target, own.hidden_size, **sizes), None

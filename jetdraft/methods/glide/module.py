@@ -13,7 +13,7 @@ from jetdraft.checkpoints.heads.draft_module import DraftInputs, DraftModule, Re
 from jetdraft.checkpoints.heads.head_files import HeadFiles, Sizes, Tensors
 from jetdraft.checkpoints.layers import head_size
 from jetdraft.contracts.tensors import HIDDEN
-from jetdraft.errors import CheckpointError, UnsupportedModelError
+from jetdraft.errors import UnsupportedModelError
 
 ARCHITECTURE = "GlideDrafter"  # What the config of a drafter calls it.
 
@@ -113,9 +113,7 @@ class Glide(DraftModule):
         heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
         size = head_size(text)
         if size != config.head_dim or config.num_heads % heads:
-            raise CheckpointError(
-                f"{files.source} has {config.num_heads} heads of {config.head_dim} "
-                f"numbers, but {target.source} keeps {heads} of {size}; give the "
-                "drafter of this target"
-            )
+            fact = f"has {config.num_heads} heads of {config.head_dim} numbers, but "
+            fact += f"{target.source} keeps {heads} of {size}"
+            raise files.refusal(fact, "give the drafter of this target")
         return config, ids

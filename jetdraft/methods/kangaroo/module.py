@@ -11,7 +11,6 @@ from jetdraft.checkpoints.heads import draft_module
 from jetdraft.checkpoints.heads.head_files import LAYER_KEYS, HeadFiles, Sizes, Tensors
 from jetdraft.checkpoints.heads.head_layers import CACHE, HeadConfig, make_layers
 from jetdraft.checkpoints.layers import decoder_layers
-from jetdraft.errors import CheckpointError
 
 ARCHITECTURE = "KangarooAdapter"  # What the config of an adapter calls it.
 
@@ -62,10 +61,10 @@ class Kangaroo(draft_module.DraftModule):
     @classmethod
     def configure(cls, files: HeadFiles, target: Checkpoint, tensors: Tensors) -> Sizes:
         config, ids = super().configure(files, target, tensors)
-        source, layers = files.source, len(decoder_layers(target.model))
+        layers = len(decoder_layers(target.model))
         layer = files.positive_integer("exit_layer")
         if layer >= layers:
-            fact = f"{source} reads the state below layer {layer}, but {target.source} "
-            fact += f"has {layers} layers; give the adapter of this target"
-            raise CheckpointError(fact)
+            fact = f"reads the state below layer {layer}, but {target.source} has "
+            fact += f"{layers} layers"
+            raise files.refusal(fact, "give the adapter of this target")
         return replace(config, taps=(layer,)), ids

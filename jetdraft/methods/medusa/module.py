@@ -118,10 +118,8 @@ class Medusa(GuessingHeads):
         kept = {id(tensor) for tensor in tensors.values()}
         for name, tensor in files.tensors.items():
             if name in tensors or id(tensor) not in kept:
-                raise CheckpointError(
-                    f"{files.source} has {printable(name, 60)} where Medusa has heads "
-                    "like 0.0.linear.weight and 0.1.weight; fetch it again"
-                )
+                fact = f"has {printable(name, 60)} where Medusa has heads like "
+                raise files.refusal(f"{fact}0.0.linear.weight and 0.1.weight")
         return tensors
 
     @classmethod
@@ -130,10 +128,9 @@ class Medusa(GuessingHeads):
         source = files.source
         heads = sorted(n.split(".")[1] for n in tensors if n.startswith("lm_heads."))
         if not heads or set(heads) != set(map(str, range(len(heads)))):
-            raise CheckpointError(
-                f"{source} has the heads {printable(', '.join(heads) or 'none', 60)}, "
-                "which must be numbered from 0 on; fetch it again"
-            )
+            names = printable(", ".join(heads) or "none", 60)
+            fact = f"has the heads {names}, which must be numbered from 0 on"
+            raise files.refusal(fact)
         first = tensors["lm_heads.0.weight"]
         config, ids = cls.config_of_tensors(files, target, tensors)
         rows = files.config.get("truncated_vocab_size")
@@ -219,10 +216,8 @@ class Hydra(GuessingHeads):
         mlp = r"hydra_mlp\.\d+\.\d+\.(linear|res_connection)\.(weight|bias)"
         head = r"hydra_lm_head\.\d+\.weight"
         if not (files.has_tensor(mlp) and files.has_tensor(head)):
-            raise CheckpointError(
-                f"{files.source} has no tensors like hydra_mlp.0.0.linear.weight and "
-                "hydra_lm_head.0.weight; fetch it again"
-            )
+            fact = "has no tensors like hydra_mlp.0.0.linear.weight and "
+            raise files.refusal(f"{fact}hydra_lm_head.0.weight")
         return cls.config_of_tensors(files, target, tensors)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from jetdraft.contracts.tensors import Float32s
-from jetdraft.errors import BundleError, StoreError
+from jetdraft.errors import BundleError, StoreError, refusing
 from jetdraft.learning.store_file import StoreFile, check_user, entry_times
 
 MAX_ENTRIES = 256
@@ -157,10 +157,8 @@ class Similarity:
 
     def __init__(self, file: Path, vocab_size: int = 0) -> None:
         refusal = BundleError(f"{file} cannot be read; export the bundle again")
-        try:
+        with refusing(refusal, OSError, ValueError):
             self._table = np.lib.format.open_memmap(file, mode="r")
-        except (OSError, ValueError) as error:
-            raise refusal from error
         is_matrix = self._table.ndim == 2 and self._table.dtype.kind in "fi"
         if not is_matrix or len(self._table) < vocab_size:
             raise refusal

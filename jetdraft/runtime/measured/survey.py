@@ -17,6 +17,7 @@ from jetdraft.runtime.drafts.rows import NO_PROBING, Probing, Tokens
 from jetdraft.runtime.measured.cost_model import Curve
 from jetdraft.runtime.measured.widths import Profiles, Widths, prefill_widths
 from jetdraft.runtime.passes.graph import Graph
+from jetdraft.runtime.text.worker_process import MustEnd, never
 
 FIRST_WIDTHS = (2, 4)  # The widths that the first generation waits for, if they agree.
 NEXT_WIDTHS = (1, 8, 6, 3)  # The widths that come after these, before all others.
@@ -34,10 +35,6 @@ PassMode = tuple[Probing, int | None]
 PLAIN: PassMode = (NO_PROBING, None)
 
 
-def _never_stop() -> bool:
-    return False
-
-
 class Survey:
     """What is known of a target's widths and pass times; `step` finds out more."""
 
@@ -46,7 +43,7 @@ class Survey:
     ) -> None:
         self.target, self.drafter, self.profiles = target, drafter, profiles
         self.announce: Callable[[], object] = lambda: None
-        self._must_stop: Callable[[], bool] = _never_stop
+        self._must_stop: MustEnd = never
         self._lock = RLock()
         self._starts: list[int] = []
         stored = None if profiles is None else profiles.read_survey()
@@ -99,7 +96,7 @@ class Survey:
             # Until now no other thread may claim the buffers.
             self._is_begun = True
 
-    def step(self, must_stop: Callable[[], bool] = _never_stop) -> bool:
+    def step(self, must_stop: MustEnd = never) -> bool:
         """Do one step; False when none is left, `StoppedError` once `must_stop()`."""
         with self._lock:
             if not self.steps_left:
@@ -108,7 +105,7 @@ class Survey:
             try:
                 self._do_next_step()
             finally:
-                self._must_stop = _never_stop
+                self._must_stop = never
             self._save()
             return True
 

@@ -25,7 +25,7 @@ import numpy.typing as npt
 from jetdraft.bundle import GRID, MAX_PIXELS, SPLIT, Vision
 from jetdraft.contracts.step_contract import StepContract
 from jetdraft.contracts.tensors import Float32s, Int64s
-from jetdraft.errors import ContractError, OptionError, printable, reason_of
+from jetdraft.errors import ContractError, OptionError, printable, reason_of, refusing
 from jetdraft.ort import ort
 from jetdraft.runtime.passes.buffers import HOST, Memory
 
@@ -68,8 +68,9 @@ def read_picture(given: object) -> npt.NDArray[np.uint8]:
     pillow = _pillow()
     from PIL.ImageOps import exif_transpose
 
+    too_big = _refusal(f"the image has more than {MAX_PIXELS} pixels", SMALLER)
     try:
-        with _opened(given) as image:
+        with refusing(too_big, pillow.DecompressionBombError), _opened(given) as image:
             _check_size(*image.size)
             upright = exif_transpose(image)
             if image is not given:
@@ -80,10 +81,6 @@ def read_picture(given: object) -> npt.NDArray[np.uint8]:
             return np.array(upright.convert("RGB"))
     except OptionError:
         raise
-    except pillow.DecompressionBombError as error:
-        raise _refusal(
-            f"the image has more than {MAX_PIXELS} pixels", SMALLER
-        ) from error
     except Exception as error:  # a damaged file may raise anything
         name = f"{printable(given, 200)}: " if isinstance(given, (str, Path)) else ""
         is_other = isinstance(error, pillow.UnidentifiedImageError)
@@ -140,11 +137,9 @@ def _refusal(fact: str, fix: str) -> OptionError:
 
 
 def _pillow() -> Any:
-    try:
+    fact = "Pillow is missing, which reads images"
+    with refusing(_refusal(fact, "pip install 'jetdraft[images]'"), ImportError):
         from PIL import Image
-    except ImportError as error:
-        fact = "Pillow is missing, which reads images"
-        raise _refusal(fact, "pip install 'jetdraft[images]'") from error
     return Image
 
 

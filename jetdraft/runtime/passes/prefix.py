@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jetdraft.contracts.tensors import WIDEST, Float32s, Int64s
-from jetdraft.errors import BundleError
+from jetdraft.errors import BundleError, refusing
 from jetdraft.files import read_arrays, write_arrays
 from jetdraft.parsing import read_json
 from jetdraft.runtime.passes.answer import Target
@@ -104,11 +104,9 @@ def load_prefix(
     """
     refusal = BundleError(f"{file} is not a saved prefix; save it again")
     arrays = read_arrays(file, refusal)
-    try:
+    with refusing(refusal, KeyError, ValueError):
         ids, digest = arrays[TOKENS], str(arrays[DIGEST])
         origin = read_json(str(arrays[IDENTITY]))
-    except (KeyError, ValueError) as error:
-        raise refusal from error
     if ids.dtype != np.int64 or ids.ndim != 1 or digest != digest_of(arrays):
         raise refusal
     tokens: list[int] = ids.tolist()

@@ -6,10 +6,10 @@ from functools import cached_property
 from typing import Annotated, Any
 
 from jetdraft.contracts.tensors import WIDEST
-from jetdraft.errors import DraftingError, OptionError
+from jetdraft.errors import DraftingError, OptionError, check_choice
 from jetdraft.options import between, check_fields
 from jetdraft.runtime.planning.registry import AUTO, NONE, methods
-from jetdraft.runtime.proposers.method import WALK, MethodOptions, unknown_key_error
+from jetdraft.runtime.proposers.method import WALK, MethodOptions
 from jetdraft.runtime.sampling.verifiers import VERIFIERS, Verifier
 
 MAX_DRAFT_TOKENS = WIDEST - 1  # The widest decoding pass without the root.
@@ -80,8 +80,7 @@ class Drafting:
         keys_of = {name: options.option_names() for name, options in types.items()}
         all_keys = dict.fromkeys(key for keys in keys_of.values() for key in keys)
         for key in self._given_options:
-            if key not in all_keys:
-                raise unknown_key_error(key, tuple(all_keys))
+            check_choice(DraftingError, "drafting option", key, all_keys)
         given = self._given_options
         own = {
             n: {k: given[k] for k in keys if k in given} for n, keys in keys_of.items()
@@ -135,9 +134,8 @@ class Drafting:
             problem = "names a method twice; name it once"
         if problem:
             raise OptionError(f"method {self.method!r} {problem}", "method")
-        for name in [name for name in names if name not in known]:
-            choices = ", ".join(known)
-            raise OptionError(f"unknown method {name!r}; choose {choices}", "method")
+        for name in names:
+            check_choice(OptionError, "method", name, known, "method")
 
     def _check_options(self, name: str, options: MethodOptions) -> None:
         """Raise `OptionError` for options that contradict the rest of a generation."""

@@ -7,18 +7,13 @@ from typing import Annotated, Any
 
 from jetdraft.bundle import Bundle
 from jetdraft.contracts.step_contract import StepContract
-from jetdraft.errors import DraftingError, OptionError
+from jetdraft.errors import DraftingError, OptionError, check_choice
 from jetdraft.manifest import GraphEntry
-from jetdraft.options import Range
+from jetdraft.options import Range, between
 from jetdraft.runtime.drafters.draft_cache import DraftCache
 from jetdraft.runtime.loaded import LoadedBundle
 from jetdraft.runtime.passes.graph import Graph
-from jetdraft.runtime.proposers.method import (
-    Method,
-    OptionsT,
-    TreeOptions,
-    check_choice,
-)
+from jetdraft.runtime.proposers.method import Method, OptionsT, TreeOptions
 from jetdraft.runtime.proposers.model_proposer import (
     THRESHOLDS,
     DraftStop,
@@ -49,19 +44,16 @@ class DraftOptions(TreeOptions):
     """
 
     stopping: str | None = None
-    stop_threshold: float | None = None
+    stop_threshold: Annotated[float | None, between(0, 1)] = None
 
     def refusals(self) -> Iterator[str]:
         yield from super().refusals()
-        threshold = self.stop_threshold
         if self.stopping is not None:
-            check_choice("stopping", self.stopping, THRESHOLDS)
+            check_choice(DraftingError, "stopping", self.stopping, THRESHOLDS)
             if self.branched:
                 yield f"stopping {self.stopping!r} ends chains, not trees; leave it out"
-        elif threshold is not None:
+        elif self.stop_threshold is not None:
             yield "stop_threshold needs a stopping rule; give stopping too"
-        if threshold is not None and not 0.0 <= threshold <= 1.0:
-            yield f"stop threshold {threshold} is out of range; give 0 to 1"
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 import itertools
 import typing
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cache
 from numbers import Integral, Real
@@ -13,7 +13,7 @@ from typing import Any, Generic, Literal, TypeVar, get_args, get_origin, get_typ
 
 from jetdraft.bundle import Bundle
 from jetdraft.contracts.tensors import CANDIDATES, WIDEST
-from jetdraft.errors import DraftingError, OptionError
+from jetdraft.errors import DraftingError, OptionError, check_choice
 from jetdraft.options import at_least, between, check_fields
 from jetdraft.runtime.drafts.rows import Kind
 from jetdraft.runtime.loaded import LoadedBundle
@@ -55,7 +55,7 @@ class MethodOptions:
 
     def refusals(self) -> Iterator[str]:
         """Yield each contradiction with its fix; the first becomes an `OptionError`."""
-        check_choice("verifier", self.verifier, VERIFIERS)
+        check_choice(DraftingError, "verifier", self.verifier, VERIFIERS)
         check_fields(self)
         for name in sorted({name for v in VERIFIERS.values() for name in v.settings}):
             changed = getattr(self, name) != getattr(MethodOptions, name)
@@ -101,19 +101,8 @@ class MethodOptions:
         """Make options from `settings`; raises `OptionError` for an unknown key."""
         keys = cls.option_names()
         for key in settings:
-            if key not in keys:
-                raise unknown_key_error(key, keys)
+            check_choice(DraftingError, "drafting option", key, keys)
         return cls(**settings)  # type: ignore[arg-type]
-
-
-def unknown_key_error(key: str, keys: Sequence[str]) -> OptionError:
-    """The error for a key that no method has, with the keys that it could be."""
-    return DraftingError(f"unknown drafting option {key!r}; choose {', '.join(keys)}")
-
-
-def check_choice(key: str, value: object, choices: Collection[str]) -> None:
-    if not isinstance(value, str) or value not in choices:
-        raise DraftingError(f"unknown {key} {value!r}; choose {', '.join(choices)}")
 
 
 _field_types = cache(get_type_hints)
@@ -263,8 +252,8 @@ class TreeOptions(MethodOptions):
 
     def refusals(self) -> Iterator[str]:
         yield from super().refusals()
-        check_choice("tree", self.tree, TREES)
-        check_choice("siblings", self.siblings, SIBLINGS)
+        check_choice(DraftingError, "tree", self.tree, TREES)
+        check_choice(DraftingError, "siblings", self.siblings, SIBLINGS)
         for key, value, tree in (
             ("branching", self.branching, Kary.name),
             ("tree_parents", self.tree_parents, Static.name),

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from jetdraft.bundle import HOP, SAMPLE_RATE, WINDOW
 from jetdraft.contracts.tensors import Float32s, Float64s
-from jetdraft.errors import OptionError, printable
+from jetdraft.errors import OptionError, as_error, printable
 
 MIN_SECONDS, MAX_SECONDS = 0.1, 2 * 3600.0  # Seconds of a sound that is read.
 _UNKNOWN_SIZE = 2**62  # The header may not say the size, as from a pipe.
@@ -45,16 +45,14 @@ def read_sound(file: str | Path | bytes) -> Float32s:
     if isinstance(file, bytes):
         return _read_wav("the file", io.BytesIO(file))
     name = printable(file, 1000)
-    try:
+    fix = "give a WAV file"
+    with as_error(OptionError, OSError, f"{name} cannot be read", fix, "file"):
         if Path(file).is_dir():
             raise _sound_error(f"{name} is a folder; give a WAV file")
         if not Path(file).is_file():
             raise _sound_error(f"there is no file {name}; give a WAV file")
         with Path(file).open("rb") as opened:
             return _read_wav(name, opened)
-    except OSError as error:
-        fact = f"{name} cannot be read ({error.strerror}); give a WAV file"
-        raise _sound_error(fact) from error
 
 
 def _read_wav(name: str, opened: IO[bytes]) -> Float32s:

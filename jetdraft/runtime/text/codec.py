@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, pre_tokenizers
 
 from jetdraft.contracts.step_contract import StepContract
 from jetdraft.contracts.tensors import Int64s
-from jetdraft.errors import BundleError, LengthError, OptionError, as_error
+from jetdraft.errors import BundleError, LengthError, OptionError, as_error, refusing
 from jetdraft.runtime.text.worker_process import Vocabulary
 
 CHARACTERS_PER_TOKEN = 64  # A longer prompt is not even encoded.
@@ -68,13 +68,11 @@ class TextCodec:
         if self._tokenizer is None:
             fact = "the bundle has no tokenizer; give the prompt as token_ids"
             raise OptionError(fact, "prompt")
-        try:
+        fact = "the prompt is not valid Unicode; give valid UTF-8"
+        with refusing(OptionError(fact, "prompt"), TypeError):
             # Unlike `encode`, a batch lets other threads run meanwhile.
             batch = self._tokenizer.encode_batch([text], add_special_tokens=add_special)
             return list(batch[0].ids)
-        except TypeError as error:
-            fact = "the prompt is not valid Unicode; give valid UTF-8"
-            raise OptionError(fact, "prompt") from error
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of some ids; without a tokenizer, the ids as decimal numbers."""

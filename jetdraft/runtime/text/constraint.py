@@ -3,15 +3,15 @@
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from copy import copy
 from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
 
-from jetdraft.errors import ConstraintError, OptionError
-from jetdraft.parsing import JsonError, read_json
+from jetdraft.errors import ConstraintError, OptionError, as_error, refusing
+from jetdraft.parsing import read_json
 from jetdraft.runtime.drafts.rows import Rows
 from jetdraft.runtime.passes.answer import Answer
 from jetdraft.runtime.sampling.processors import Mask, apply_changes
@@ -48,10 +48,8 @@ class Constraint:
             fact = f"the {self.kind} {self.source!a:.80} is not a text"
             raise OptionError(f"{fact}; give a text{more}", self.field)
         if self.kind == "JSON schema":
-            try:
+            with _reading_schema():
                 schema = read_json(self.source)
-            except JsonError as error:
-                raise _json_error(error) from error
             fact = "the JSON schema is not an object; give an object, for example {} "
             if not isinstance(schema, dict):
                 raise OptionError(f"{fact}for any JSON", self.field)
@@ -80,10 +78,8 @@ class Constraint:
         """The constraint of the option that is set, or None; raises `OptionError`."""
         json_schema = getattr(json_schema, "model_json_schema", lambda: json_schema)()
         if isinstance(json_schema, Mapping):
-            try:
+            with _reading_schema():
                 json_schema = json.dumps(json_schema)
-            except (TypeError, ValueError, RecursionError) as error:
-                raise _json_error(error) from error
         options = {"JSON schema": json_schema, "regex": regex, "grammar": grammar}
         kinds = [kind for kind, source in options.items() if source is not None]
         if len(kinds) > 1:
@@ -127,8 +123,10 @@ def _find_rounded(part: Any, keyword: str = "", is_named: bool = False) -> float
     return None
 
 
-def _json_error(reason: object) -> OptionError:
-    return OptionError(f"the JSON schema is not JSON ({reason}); fix it", "json_schema")
+def _reading_schema() -> AbstractContextManager[None]:
+    causes = TypeError, ValueError, RecursionError
+    fact = "the JSON schema is not JSON"
+    return as_error(OptionError, causes, fact, "fix it", "json_schema")
 
 
 class Matcher:
@@ -167,17 +165,16 @@ class Matcher:
         if self._pipe is not None:
             return self._pipe
         kind, field = self._constraint.kind, self._constraint.field
-        costly = f"the {kind} takes too much time or memory; make it simpler"
+        fact = f"the {kind} takes too much time or memory; make it simpler"
+        costly = ConstraintError(fact, field)
         limits = {"max_items_in_row": MAX_ITEMS, "max_lexer_states": MAX_STATES}
         request = ("compile", limits, kind, self._constraint.source)
-        try:
+        with refusing(costly, EndedError):
             pipe = self._vocabulary.start_worker(self._must_end)
             pipe.send(COMPILE_SECONDS, self._must_end, *request)
             reply, _ = pipe.receive_reply(COMPILE_SECONDS, self._must_end)
-        except EndedError as error:
-            raise ConstraintError(costly, field) from error
         if reply and "limits." in reply["error"]:
-            raise ConstraintError(costly, field)
+            raise costly
         if reply:
             unknown = "Unimplemented keys" in reply["error"]
             fix = "leave these keys out" if unknown else "fix it"

@@ -1,9 +1,8 @@
-"""Tools, functions that a model may call: their grammar, and the calls in a text."""
+"""Tools, functions that a model may call, and the calls in a text."""
 
 import json
 import re
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -12,81 +11,10 @@ from uuid import uuid4
 
 from jetdraft.errors import OptionError
 from jetdraft.parsing import read_json
-from jetdraft.runtime.text import constraint
+from jetdraft.runtime.text import call_grammar, constraint
+from jetdraft.runtime.text.call_grammar import CallFormat, CallGrammar, Lark, Schema
 from jetdraft.runtime.text.stops import overlap
-from jetdraft.runtime.text.worker_main import SPACING
 from jetdraft.runtime.text.worker_process import Vocabulary
-
-Schema = dict[str, Any]  # A JSON schema.
-Lark = Callable[[str], str]  # Writes a text in Lark's notation.
-_TEXT = r"/(.|\n)*/"
-
-
-@dataclass(frozen=True)
-class CallFormat:
-    """How a model writes calls: each, or a `listed` list, between `begin` and `end`.
-
-    A call is JSON with the name and the `arguments`. Or else the `name` stands between
-    two texts, and the arguments are JSON up to a third text; or pairs of a key and a
-    value, in the texts of `pair`: before and after a key, after a value, between pairs.
-    Texts in pairs stand between `quotes`, or are texts of Python. A `lead` comes before
-    an answer, a `turn` before a call, of which a text then has one.
-    """
-
-    begin: str = ""
-    end: str = ""
-    listed: bool = False
-    arguments: str = "arguments"
-    name: tuple[str, str, str] | None = None
-    pair: tuple[str, str, str, str] | None = None
-    quotes: str | None = None
-    lead: str = ""
-    turn: str = ""
-
-    @classmethod
-    def of(cls, template: str) -> "CallFormat":
-        """The format in the source of a chat template; without a mark bare JSON."""
-        rows = (row for marks, row in _FORMATS if all(m in template for m in marks))
-        return next(rows, cls())
-
-
-HERMES = CallFormat("<tool_call>", "</tool_call>")
-_PYTHON: Any = {"listed": True, "name": ("", "(", ")"), "pair": ("", "=", "", ", ")}
-_QUOTE = '<|"|>'  # Gemma's.
-_COMMENTARY, _MESSAGE = "<|channel|>commentary", "<|message|>"
-_XML = CallFormat(
-    *("<tool_call>", "</tool_call>"),
-    name=("\n<function=", ">\n", "</function>\n"),
-    pair=("<parameter=", ">\n", "\n</parameter>\n", ""),
-    quotes="",
-)
-_HARMONY = CallFormat(
-    _COMMENTARY + " to=functions.",
-    name=("", f" <|constrain|>json{_MESSAGE}", ""),
-    lead=f"<|start|>assistant<|channel|>final{_MESSAGE}",
-    turn="<|start|>assistant",
-)
-_GEMMA = CallFormat(
-    *("<|tool_call>", "<tool_call|>"),
-    name=("call:", "{", "}"),
-    pair=("", ":", "", ","),
-    quotes=_QUOTE,
-)
-_LFM2 = CallFormat("<|tool_call_start|>", "<|tool_call_end|>", **_PYTHON)
-# By texts that are all in the template; the first row that fits counts.
-_FORMATS = (
-    (("<tool_call>", "<function=", "<parameter="), _XML),  # Qwen3-Coder, Qwen3.5
-    (("<tool_call>",), HERMES),  # Qwen2.5, Qwen3, SmolLM3
-    (("<TOOLCALL>",), CallFormat("<TOOLCALL>", "</TOOLCALL>", True)),  # Nemotron
-    (("[ARGS]",), CallFormat("[TOOL_CALLS]", name=("", "[ARGS]", ""))),  # Devstral
-    (("[TOOL_CALLS]",), CallFormat("[TOOL_CALLS]", listed=True)),  # Mistral Nemo
-    ((_COMMENTARY, "functions."), _HARMONY),  # gpt-oss
-    (("<|tool_call>",), _GEMMA),  # Gemma 4
-    (("<|tool_call_start|>",), _LFM2),
-    (("<|tool_list_start|>",), _LFM2),
-    (("[func_name1(",), CallFormat(**_PYTHON)),  # Llama 3.2, Llama 4
-    (('"parameters": dictionary',), CallFormat(arguments="parameters")),  # Llama 3
-)
 
 
 @dataclass(frozen=True)
@@ -178,58 +106,17 @@ class Tools:
 
     def grammar(self) -> str:
         """The grammar of an answer, in Lark's notation."""
-        form, lark = self.format, self._lark
-        is_auto, is_named = self.choice == "auto", self.choice in self.names
-        is_several = self.parallel and not is_named
-        begin = lark(form.begin)
-        before, inside, calls = begin, "one", "call"
-        if form.listed:
-            inside = '"[" one (", " one)* "]"' if is_several else '"[" one "]"'
-        elif form.begin and is_several and not form.turn:
-            calls = f"call (GAP {begin} call)*"
-        if form.begin and is_auto and self.schema is None and not form.turn:
-            # A text may lead to a mark in any spelling, and then a call must follow.
-            before = "before"
-        answer = f"{lark(form.lead)} answer | " if is_auto else ""
-        gap = "GAP" if form.begin and not form.name else ""
-        # A document for each: an id in one may be another's too.
         functions = [tool["function"] for tool in self.functions]
         named = [each for each in functions if each["name"] == self.choice]
-        ones = {f"one{n}": each for n, each in enumerate(named or functions)}
-        rules = [
-            f"start: {answer}{lark(form.turn)} {before} {calls}",
-            f"call: {gap} {inside} {gap} {lark(form.end)}",
-            f"one: {' | '.join(ones)}",
-            r"GAP: /[ \n]?/",
-            self._answer_rule(),
-        ]
-        if form.begin:
-            rules.append(f"before{_until(form.begin)}")
-        for name, function in ones.items():
-            rules += _call_rules(form, name, function, lark)
-        return "\n".join(rules + _VALUE_RULES * (form.quotes == _QUOTE))
-
-    def _answer_rule(self) -> str:
-        form = self.format
-        if self.schema is not None:
-            return f"answer: {_json_rule(self.schema)}"
-        if not form.begin:
-            first = "[" if form.listed else "{"
-            return f"answer: TEXT |\nTEXT: /[^\\{first}](.|\\n)*/"
-        mark = re.sub(r"[^\w\s<>=]", r"\\\g<0>", form.begin)
-        return f"answer: TEXT\nTEXT: {_TEXT} & ~/(.|\\n)*{mark}(.|\\n)*/"
-
-    def _lark(self, text: str) -> str:
-        """A text in Lark's notation, its special tokens as tokens; "" for no text."""
-        parts = re.split(r"(<[^<>\s]+>|\[[A-Z_]+\])", text)
-        writers = json.dumps, self.lark
-        return " ".join(writers[n % 2](part) for n, part in enumerate(parts) if part)
+        is_several, is_auto = self.parallel and not named, self.choice == "auto"
+        grammar = CallGrammar(self.format, self.lark, named or functions, is_several)
+        return grammar.write(is_auto, self.schema)
 
     def check(self, vocabulary: Vocabulary) -> None:
         """Compile each schema; raises `OptionError` that names a refused function."""
         end = time.monotonic() + constraint.COMPILE_SECONDS
         for name, tool in zip(self.names, self.functions, strict=True):
-            schema = json.dumps(_call_schema(tool["function"]))
+            schema = json.dumps(call_grammar.call_schema(tool["function"]))
             try:
                 own = constraint.Constraint("JSON schema", schema)
                 given = vocabulary, own, 0, lambda: time.monotonic() > end
@@ -295,10 +182,10 @@ class Tools:
         """Arguments as JSON, as far as they are written, and where they end."""
         if self.format.pair is None:
             return _read_value(text, at)
-        if self.format.quotes == _QUOTE:
+        if self.format.quotes == call_grammar.GEMMA_QUOTE:
             return _read_gemma(text, at - 1)
         tool = next(t for t in self.functions if t["function"]["name"] == name)
-        properties, parts = _properties(tool["function"]), list[str]()
+        properties, parts = call_grammar.properties_of(tool["function"]), list[str]()
         key, read, close = _NOTATIONS[self.format.quotes]
         end = ""
         while match := key.match(text, at):
@@ -392,9 +279,9 @@ def _read_gemma(text: str, at: int) -> tuple[str, int]:
     while token := _GEMMA_TOKEN.match(text, at):
         said, key = token["said"], token["key"]
         if said is not None and not token["end"]:
-            sure = _sure(said, _QUOTE)
+            sure = _sure(said, call_grammar.GEMMA_QUOTE)
             parts.append(json.dumps(sure)[:-1])
-            return "".join(parts), at + len(_QUOTE + sure)
+            return "".join(parts), at + len(call_grammar.GEMMA_QUOTE + sure)
         quoted = key if said is None else said
         parts.append(token[0] if quoted is None else json.dumps(quoted))
         at = token.end()
@@ -414,7 +301,7 @@ _GEMMA_TOKEN = re.compile(
 def _read_parameter(text: str, at: int, schema: Schema) -> tuple[str, int]:
     """A value in XML of Qwen3-Coder as JSON, like `_read_value`; a text in pieces."""
     value, closed, _ = text[at:].partition(mark := "\n</parameter>\n")
-    is_text = schema.get("type") == "string" or bool(_texts(schema))
+    is_text = schema.get("type") == "string" or bool(call_grammar.texts_of(schema))
     if not closed:
         sure = _sure(value, mark) if is_text else ""
         quoted = json.dumps(sure.removeprefix("\n"))[:-1]
@@ -437,113 +324,6 @@ _NOTATIONS = {
 def _sure(text: str, mark: str) -> str:
     """A text without an ending that may begin a mark."""
     return text[: len(text) - overlap(text, mark)]
-
-
-def _as_dict(value: Any) -> Schema:
-    return value if isinstance(value, dict) else {}
-
-
-def _properties(function: dict[str, Any]) -> Schema:
-    parameters = _as_dict(function.get("parameters"))
-    given = _as_dict(parameters.get("properties"))
-    return {name: _as_dict(schema) for name, schema in given.items()}
-
-
-def _texts(schema: Schema) -> list[str]:
-    """The texts that a schema lists, if it lists texts only."""
-    found = schema.get("enum", [schema.get("const")])
-    is_all = isinstance(found, list) and all(isinstance(text, str) for text in found)
-    return found if is_all else []
-
-
-# Values in Gemma's notation.
-_VALUE_RULES = [
-    'value: quoted | NUMBER | "true" | "false" | "null" | object | array',
-    'object: "{" (pair ("," pair)*)? "}"',
-    'pair: (KEY | quoted) ":" value',
-    'array: "[" (value ("," value)*)? "]"',
-    f"quoted: {json.dumps(_QUOTE)} text",
-    f"text[suffix={json.dumps(_QUOTE)}]: {_TEXT}",
-    r"NUMBER: /-?(0|[1-9][0-9]*)(\.[0-9]+)?/",
-    r"KEY: /[A-Za-z_][A-Za-z0-9_]*/",
-]
-
-
-def _until(mark: str) -> str:
-    """The end of a rule for a text up to a mark, and the mark."""
-    return f"[suffix={json.dumps(mark)}]: {_TEXT}"
-
-
-def _call_rules(form: CallFormat, name: str, function: Schema, lark: Lark) -> list[str]:
-    """The rules of a call of one function; the first is called `name`."""
-    if form.name is None:
-        return [f"{name}: {_json_rule(_call_schema(function, form.arguments))}"]
-    before, after, close = form.name
-    head = f"{name}: {lark(before + function['name'] + after)}"
-    parameters = _as_dict(function.get("parameters"))
-    if form.pair is None:
-        schema = {"type": "object", **parameters}
-        return [f"{head} {name}a {lark(close)}", f"{name}a: {_json_rule(schema)}"]
-    before_key, after_key, _, between = form.pair
-    rules, items = [f"{head} {name}_0_0 {lark(close)}"], []
-    shared = {k: v for k, v in parameters.items() if k in ("$defs", "definitions")}
-    for n, (key, schema) in enumerate(_properties(function).items()):
-        rules += _value_rules(form, f"{name}v{n}", {**shared, **schema}, lark)
-        items.append((f"{lark(before_key + key + after_key)} {name}v{n}", key))
-    needed = parameters.get("required")
-    needed = needed if isinstance(needed, list) else []
-    for n, (item, key) in enumerate(items):
-        # After the first n pairs, of which some were written or none.
-        for some, comma in ((0, ""), (1, lark(between))):
-            skip = "" if key in needed else f" | {name}_{n + 1}_{some}"
-            rules.append(f"{name}_{n}_{some}: {comma} {item} {name}_{n + 1}_1{skip}")
-    rules += [f'{name}_{len(items)}_{some}: ""' for some in (0, 1)]
-    return rules
-
-
-def _value_rules(form: CallFormat, name: str, schema: Schema, lark: Lark) -> list[str]:
-    quote, after = form.quotes, form.pair[2] if form.pair else ""
-    kind = schema.get("type")
-    if quote is not None and (texts := _texts(schema)):
-        each = (lark(quote + text + quote + after) for text in texts)
-        return [f"{name}: {' | '.join(each)}"]
-    if quote is not None and kind == "string":
-        return [f"{name}: {lark(quote)} {name}t", f"{name}t{_until(quote + after)}"]
-    if quote == _QUOTE and kind not in ("integer", "number", "boolean"):
-        return [f"{name}: value"]
-    if quote is None and kind == "boolean":
-        return [f'{name}: "True" | "False"']
-    return [f"{name}: {name}j {lark(after)}", f"{name}j: {_json_rule(schema)}"]
-
-
-def _call_schema(function: dict[str, Any], key: str = "arguments") -> Schema:
-    """The schema of a call of one function, whose arguments have this `key`."""
-    parameters = function.get("parameters", {"type": "object"})
-    draft = {own: v for own, v in _as_dict(parameters).items() if own == "$schema"}
-    if isinstance(parameters, dict):
-        parameters = _as_document(parameters)
-    return {
-        **draft,
-        "type": "object",
-        "properties": {"name": {"enum": [function["name"]]}, key: parameters},
-        "required": ["name", key],
-        "additionalProperties": False,
-    }
-
-
-def _as_document(schema: Schema) -> Schema:
-    """A schema whose references mean the same inside of another schema."""
-    key = "id" if "draft-04" in str(schema.get("$schema")) else "$id"
-    own = str(schema.get(key) or "").partition("#")[0]
-    document = {**schema, key: own or "json-schema:///arguments/"}
-    if "$ref" in document:
-        all_of = [{k: document.pop(k)} for k in ("$ref", "allOf") if k in document]
-        document["allOf"] = all_of
-    return document
-
-
-def _json_rule(schema: Schema) -> str:
-    return f"%json {json.dumps({**schema, 'x-guidance': SPACING})}"
 
 
 def _is_function(tool: object) -> bool:

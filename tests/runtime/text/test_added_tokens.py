@@ -8,9 +8,10 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from jetdraft.runtime.drafts.rows import Rows
 from jetdraft.runtime.sampling.processors import NEVER
+from jetdraft.runtime.text.call_grammar import CallFormat
 from jetdraft.runtime.text.codec import TextCodec
 from jetdraft.runtime.text.constraint import Constraint, Matcher
-from jetdraft.runtime.text.tools import CallFormat, Tools
+from jetdraft.runtime.text.tools import Tools
 from tests import cases
 from tests.runtime.sampling.test_chooser import answer
 from tests.runtime.text.test_tools import tool

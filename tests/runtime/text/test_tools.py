@@ -6,9 +6,10 @@ import pytest
 
 from jetdraft.errors import OptionError
 from jetdraft.runtime.drafts.rows import Rows
+from jetdraft.runtime.text.call_grammar import HERMES, CallFormat
 from jetdraft.runtime.text.constraint import Constraint, Matcher
 from jetdraft.runtime.text.template import user_message
-from jetdraft.runtime.text.tools import HERMES, CallFormat, Tools
+from jetdraft.runtime.text.tools import Tools
 from tests import cases
 from tests.programs import refused_option
 
