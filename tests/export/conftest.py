@@ -194,10 +194,9 @@ def drafts_of(bundle, method, **drafting):
             return rows
 
         proposer.propose = spy
-        result = model.generate(
-            token_ids=TOKENS[:READ], method=method, max_new_tokens=8, ignore_eos=True,
-            num_draft_tokens=3, drafting=drafting,
-        )  # fmt: skip
+        how = {"max_new_tokens": 8, "ignore_eos": True, "num_draft_tokens": 3}
+        how |= {"method": method, "drafting": drafting}
+        result = model.generate(token_ids=TOKENS[:READ], **how)
     assert [*TOKENS[:READ], *result.token_ids][: len(drafts[-1][0])] == drafts[-1][0]
     return drafts, result.stats
 

@@ -164,20 +164,18 @@ def replace_by_a_pipe(file):
     os.mkfifo(file)
 
 
-@pytest.mark.parametrize("damage", [flip_a_bit, replace_by_a_pipe])
-def test_damaged_and_missing_arrays_are_refused(toy, sets, damage):
-    name = put_on_trial(sets.folder, toy, ONES)
-    damage(sets.folder / name / module.ARRAYS)
+@cases(
+    "array, damage",
+    *((ONES["matrix"], damage) for damage in (flip_a_bit, replace_by_a_pipe)),
+    *((array, None) for array in (*NOT_FINITE, np.array([3, 4]), np.array(["text"]))),
+)
+def test_damaged_and_missing_arrays_are_refused(toy, sets, array, damage):
+    name = put_on_trial(sets.folder, toy, {"matrix": array})
+    if damage:
+        damage(sets.folder / name / module.ARRAYS)
     for each in (name, "0" * 64):
         with pytest.raises(StoreError, match="damaged or missing"):
             sets.arrays(each)
-
-
-@pytest.mark.parametrize("array", [*NOT_FINITE, np.array([3, 4]), np.array(["text"])])
-def test_arrays_that_are_no_weights_are_refused(toy, sets, array):
-    name = put_on_trial(sets.folder, toy, {"matrix": array})
-    with pytest.raises(StoreError, match="damaged or missing"):
-        sets.arrays(name)
 
 
 @pytest.mark.parametrize("text", ["no JSON", "[]", *map(json.dumps, NO_CHOICES)])

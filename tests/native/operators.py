@@ -16,12 +16,9 @@ FLAGS = "do_rotary", "rotary_interleaved", "local_window_size"
 
 def session(kind, matrix, *, threads=1, **changed):
     """A session of MatMulPacked or GatherPacked; `changed` replaces what it reads."""
-    fields = {
-        "N": len(matrix.data), "K": matrix.rows, "format": GRIDS.index(matrix.grid),
-        "layout": LAYOUT_VERSION,
-        **dict(zip(ARRAYS, matrix.packed(), strict=True)),
-        **changed,
-    }  # fmt: skip
+    fields = {"N": len(matrix.data), "K": matrix.rows}
+    fields |= {"format": GRIDS.index(matrix.grid), "layout": LAYOUT_VERSION}
+    fields |= {**dict(zip(ARRAYS, matrix.packed(), strict=True)), **changed}
     return open_session(kind, [fields.pop(name) for name in ARRAYS], threads, fields)
 
 

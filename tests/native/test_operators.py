@@ -311,16 +311,19 @@ def floats(*shape):
     ("last_row", np.array([1], np.int32), ENDS),
     ("last_row", np.array([2**31 - 1], np.int32), ENDS),
     ("last_row", np.zeros(0, np.int32), "the index of its last row"),
-    ("last_row", np.array([5]), "int64"), ("cosines", floats(80, 31), TABLES),
+    ("last_row", np.array([5]), "int64"),
+    ("cosines", floats(80, 31), TABLES),
     ("sines", floats(79, 32), TABLES),
     ("positions", np.array([[0, 1]]), TABLES),
     ("positions", np.array([[0, -1, 2]]), "position -1 has no row"),
     ("positions", np.array([[0, 1, 80]]), "position 80 has no row"),
     ("bias", floats(1, 1, 3, 5), "a bias of another shape"),
     ("bias", floats(1, 3, 3, 9), "a bias of another shape"),
-    ("num_heads", 3, HEADS), ("num_heads", 2**40, HEADS), ("kv_num_heads", 0, HEADS),
+    ("num_heads", 3, HEADS),
+    ("num_heads", 2**40, HEADS),
+    ("kv_num_heads", 0, HEADS),
     ("scale", 1, "type don.t match"),
-)  # fmt: skip
+)
 def test_damage_of_attention_is_refused(name, value, reason):
     attention = ATTENTIONS["rotated"]
     with pytest.raises(Exception, match=reason):

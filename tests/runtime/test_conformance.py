@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 
 import jetdraft
+from jetdraft import Conversation, OptionError
 from jetdraft.bundle import TARGET, Bundle
-from jetdraft.errors import OptionError
 from jetdraft.methods import OWN, methods
-from jetdraft.runtime.conversation import Conversation
 from tests import cases
 from tests.programs import refused_option
 from tests.runtime.method_bundles import MAKE
@@ -42,10 +41,8 @@ def model_of(method_bundles, tmp_path_factory):
 
 
 def text(model, method, prompt=PROMPT, tokens=TOKENS, **options):
-    return model.generate(
-        token_ids=prompt, method=method, max_new_tokens=tokens, ignore_eos=True,
-        **options,
-    )  # fmt: skip
+    how = {"method": method, "max_new_tokens": tokens, "ignore_eos": True}
+    return model.generate(token_ids=prompt, **how, **options)
 
 
 def drafts_of(method, step=2, lengths=(4,)):

@@ -21,7 +21,7 @@ from jetdraft.errors import (
 )
 from jetdraft.runtime.conversation import Conversation
 from jetdraft.runtime.measured.cost_model import Curve
-from jetdraft.runtime.text.template import ChatTemplate, user_message
+from jetdraft.runtime.text.template import user_message
 from tests import cases
 from tests.programs import refused_option
 from tests.tiny import VOCAB_SIZE, tokenizer
@@ -57,18 +57,6 @@ def chatty(bundle, tmp_path_factory):
 @pytest.fixture(scope="module")
 def talker(chatty):
     return jetdraft.load(chatty, threads=1)
-
-
-def test_a_template_can_change_nothing():
-    for source in "{{ messages.append(1) }}", "{{ ''.__class__.__mro__ }}":
-        with pytest.raises(OptionError):
-            ChatTemplate(source, {}).render([user_message("a")])
-
-
-@pytest.mark.parametrize("source", ["{% if %}", "{{ a | nothing }}", "{% for x %}"])
-def test_a_broken_template_is_refused_with_its_line(source):
-    with pytest.raises(OptionError, match="line 2"):
-        ChatTemplate(f"a\n{source}", {})
 
 
 def test_a_chat_is_a_generation_from_the_rendered_prompt(talker):
@@ -148,9 +136,8 @@ def test_what_can_never_fit_is_dropped_or_refused_before_it_is_encoded(
         talker.chat([user_message("a" * 100_000)])
     assert not encoded
     dropping = Conversation(talker, drop_oldest=True, **OPTIONS)
-    dropping.messages = [
-        user_message("a" * 100_000), {"role": "assistant", "content": "b"}
-    ]  # fmt: skip
+    reply = {"role": "assistant", "content": "b"}
+    dropping.messages = [user_message("a" * 100_000), reply]
     list(dropping.say("c"))
     assert [message["content"] for message in dropping.messages][:1] == ["c"]
     with pytest.raises(LengthError, match="characters, at most"):
@@ -351,9 +338,8 @@ def test_a_method_says_what_is_wrong_with_its_options(model, given):
 
 
 def test_a_seed_is_drawn_where_none_is_given(model):
-    options = {
-        "token_ids": IDS, "temperature": 1.0, "max_new_tokens": 30, "ignore_eos": True,
-    }  # fmt: skip
+    options = {"token_ids": IDS, "temperature": 1.0, "max_new_tokens": 30}
+    options |= {"ignore_eos": True}
     one, other = (model.generate(**options, seed=None) for _ in range(2))
     assert one.stats.seed != other.stats.seed
     assert one.token_ids != other.token_ids

@@ -13,10 +13,8 @@ from tests import cases
 IDS = np.random.default_rng(4).integers(0, 288, 20).tolist()
 OPTIONS = {"token_ids": IDS, "max_new_tokens": 40, "ignore_eos": True}
 METHODS = [{"method": "none"}, {"method": "draft", "num_draft_tokens": 3}]
-SAMPLED = {
-    "token_ids": IDS, "max_new_tokens": 120, "ignore_eos": True, "temperature": 1.0,
-    "seed": 3,
-}  # fmt: skip
+SAMPLED = {"token_ids": IDS, "max_new_tokens": 120, "ignore_eos": True}
+SAMPLED |= {"temperature": 1.0, "seed": 3}
 LETTERS = SimpleNamespace(
     push=lambda ids: "".join(map(chr, ids)), special=lambda id: "", rest=lambda: ""
 )
@@ -52,9 +50,13 @@ def whole(model):
     return model.generate(**OPTIONS, method="none").token_ids
 
 
-def test_length(model, options, whole):
-    result = model.generate(**options)
-    check(result, "length", whole)
+def test_length_is_no_cancel_afterwards(model, options, whole):
+    with model.stream(**options) as stream:
+        result = stream.result()
+        stream.cancel()
+    stream.close()
+    for each in (result, stream.result()):
+        check(each, "length", whole)
     assert len(result.token_ids) == 40
     assert result.prompt_tokens == len(IDS)
     assert result.stats.time_to_first_token > 0
@@ -134,14 +136,6 @@ def test_cancelled_in_a_loop_of_asyncio(model, options, whole, end):
     result = asyncio.run(main())
     check(result, "cancelled", whole)
     assert 0 < len(result.token_ids) < 40
-
-
-def test_a_text_that_came_to_its_end_is_not_cancelled(model, options, whole):
-    with model.stream(**options) as stream:
-        stream.result()
-        stream.cancel()
-    stream.close()
-    check(stream.result(), "length", whole)
 
 
 def test_deadline(model, options, whole, monkeypatch):

@@ -66,8 +66,11 @@ def assert_error(response, status, words):
 
 @cases(
     "body, words",
-    ("", "not JSON"), ("{", "not JSON"), (b"\xff\xfe", "not JSON"),
-    ("[" * 9000, "not JSON"), ("[]", "must be a JSON object"),
+    ("", "not JSON"),
+    ("{", "not JSON"),
+    (b"\xff\xfe", "not JSON"),
+    ("[" * 9000, "not JSON"),
+    ("[]", "must be a JSON object"),
     ({"model": "toy"}, "give a prompt"),
     ({**GOOD, "prompt": ["a"] * 65}, "at most 64 prompts"),
     ({**GOOD, "prompt": ["a", 5]}, "give a prompt"),
@@ -110,7 +113,7 @@ def assert_error(response, status, words):
     ({**GOOD, "json_schema": {"properties": {"\ud800": {}}}}, "surrogate"),
     ({**GOOD, "response_format": {"type": "xml"}}, "json_schema"),
     ({**GOOD, "json_schema": {"type": "x"}, "regex": "a"}, "exclude each other"),
-)  # fmt: skip
+)
 def test_wrong_completions(address, body, words):
     assert_error(post(address, body), 400, words)
 
@@ -185,14 +188,16 @@ def test_a_wrong_message_is_named_with_its_field(address, fields, place, words):
 
 @cases(
     "fields",
-    {"tool_calls": []}, {"tool_calls": None, "content": None},
+    {"tool_calls": []},
+    {"tool_calls": None, "content": None},
     {"content": None, "tool_calls": [{**call(), "id": "call_1"}]},
     {"content": [], "refusal": None, "audio": None, "function_call": None},
     {"content": [{"type": "refusal", "refusal": "b"}], "annotations": []},
     {"name": "ann", "refusal": "no", "tool_calls": [call(arguments={"a": 5})]},
     {"role": "tool", "tool_call_id": "call_1", "content": ""},
-    {"role": "developer", "name": "ann"}, ids=str,
-)  # fmt: skip
+    {"role": "developer", "name": "ann"},
+    ids=str,
+)
 def test_what_is_harmless_in_a_message_is_taken(address, fields):
     taken = {"role": "assistant", "content": "b", **fields}
     body = {**CHAT, "messages": [*CHAT["messages"], taken], "max_tokens": 1}

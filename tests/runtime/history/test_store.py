@@ -145,8 +145,9 @@ def test_a_shorter_run_of_the_same_keeps_the_longer_response(tmp_path):
     store.add(entry(6))
     store.add(entry(5, response=[1, 2]))
     assert [(e.prompt, e.response) for e in store.entries] == [
-        ([5], [1, 2, 3]), ([6], [1, 2])
-    ]  # fmt: skip
+        ([5], [1, 2, 3]),
+        ([6], [1, 2]),
+    ]
 
 
 def test_entries_that_nobody_could_draft_are_left_out(tmp_path):

@@ -114,8 +114,10 @@ def test_up_to_the_last_row_of_the_buffers(kept):
 
 @cases(
     "one, other, length",
-    ([], [1], 0), ([1, 2, 3], [1, 2, 4, 5], 2), ([1, 2], [1, 2, 3], 2),
-)  # fmt: skip
+    ([], [1], 0),
+    ([1, 2, 3], [1, 2, 4, 5], 2),
+    ([1, 2], [1, 2, 3], 2),
+)
 def test_common_beginnings(one, other, length):
     assert common_length(one, other) == length
 

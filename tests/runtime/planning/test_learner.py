@@ -39,6 +39,12 @@ def read(folder, model):
     return Lessons(folder, model.bundle.tokenizer_sha256, contract.vocab_size).read()
 
 
+def chosen(folder, toy, arrays):
+    """Put weights in a folder as if their trial were over, and they were kept."""
+    name = put_on_trial(folder, toy, arrays)
+    choose(folder, Choice(name, None, lessons.drafter_sha256(Bundle.open(toy))))
+
+
 def rounds(model, count, plain, **options):
     """Generate texts until `count` drafted tokens were evaluated; gives the rate."""
     accepted = evaluated = number = 0
@@ -146,15 +152,12 @@ def test_bad_weights_are_taken_back(toy, tmp_path, plain, caplog):
 
 def test_a_swap_computes_the_drafters_buffers_again(toy, tmp_path):
     arrays, prompt = random_arrays(toy, 3), "The robot sees"
-    name = put_on_trial(tmp_path / "new", toy, arrays)
-    choice = Choice(name, None, lessons.drafter_sha256(Bundle.open(toy)))
-    choose(tmp_path / "new", choice)
+    chosen(tmp_path / "new", toy, arrays)
     with load(toy, tmp_path / "new") as model:
         fresh = model.generate(prompt, **DRAFTED).stats.to_json()
     with load(toy, tmp_path / "old") as model:
         model.generate(prompt, **DRAFTED)
-        put_on_trial(tmp_path / "old", toy, arrays)
-        choose(tmp_path / "old", choice)
+        chosen(tmp_path / "old", toy, arrays)
         swapped = model.generate(prompt, **DRAFTED).stats.to_json()
     for key in ("drafted_tokens", "accepted_by_position", "rounds_by_choice"):
         assert swapped[key] == fresh[key]
@@ -205,8 +208,7 @@ def test_poisoned_lessons_change_no_text(toy, tmp_path, plain):
 
 
 def test_later_twins_take_the_same_weights(toy, tmp_path, plain):
-    name = put_on_trial(tmp_path, toy, random_arrays(toy))
-    choose(tmp_path, Choice(name, None, lessons.drafter_sha256(Bundle.open(toy))))
+    chosen(tmp_path, toy, random_arrays(toy))
     with load(toy, tmp_path) as model:
         for _ in range(2):  # the first takes its session with it
             with model.twin() as twin:

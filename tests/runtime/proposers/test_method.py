@@ -52,8 +52,10 @@ CONTRADICTIONS = [
     ({"tree": "oak"}, "unknown tree"),
     ({"siblings": "twins"}, "unknown siblings"),
     ({"verifier": "judge"}, "unknown verifier"),
-    ({"tree": "k-ary"}, "go together"), ({"branching": [2]}, "go together"),
-    ({"tree": "static"}, "go together"), ({"tree_parents": [0]}, "go together"),
+    ({"tree": "k-ary"}, "go together"),
+    ({"branching": [2]}, "go together"),
+    ({"tree": "static"}, "go together"),
+    ({"tree_parents": [0]}, "go together"),
     ({"tree": "static", "tree_parents": [0, 2]}, "before"),
     ({**KARY, "branching": [4, 4]}, "wider than a pass"),
     ({**KARY, "branching": [0]}, "1 or more"),
@@ -64,7 +66,7 @@ CONTRADICTIONS = [
     ({"top": 2}, "'walk' has no top; leave it out, or give verifier=tolerant"),
     ({**KARY, "verifier": "recursive"}, "but not the text .*no-exact"),
     ({"tree": "static", "tree_parents": []}, "no rows"),
-]  # fmt: skip
+]
 FOR_SOME = [
     ("draft", {**KARY, "verifier": "recursive"}, "for coupled"),
     ("draft", {"verifier": "rejection"}, "for coupled"),

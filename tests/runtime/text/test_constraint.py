@@ -111,10 +111,8 @@ def test_what_must_come_is_drafted_for_free(own, steady_passes):
 
 
 def test_beside_penalties_biases_stops_and_logprobs(model):
-    options = {
-        "json_schema": ROBOT, "repetition_penalty": 1.3, "temperature": 0.8, "seed": 4,
-        "max_new_tokens": 150, "logprobs": 2, "top_p": 0.9,
-    }  # fmt: skip
+    options = {"json_schema": ROBOT, "repetition_penalty": 1.3, "temperature": 0.8}
+    options |= {"seed": 4, "max_new_tokens": 150, "logprobs": 2, "top_p": 0.9}
     plain = model.generate("a", method="none", **options)
     assert holds(WAYS[0], plain.text)
     found = model.generate("a", method="draft", **options)

@@ -305,7 +305,8 @@ PUBLISHED = {
     "Nemotron": ("<TOOLCALL>[{...}]</TOOLCALL>", f"<TOOLCALL>[{OBJECT}]</TOOLCALL>"),
     "Mistral Nemo": ("{{- '[TOOL_CALLS][' }}", f"[TOOL_CALLS][{OBJECT}]"),
     "Devstral": (
-        "'[TOOL_CALLS]' + name + '[ARGS]'", f"[TOOL_CALLS]get.weather[ARGS]{JSON}"
+        "'[TOOL_CALLS]' + name + '[ARGS]'",
+        f"[TOOL_CALLS]get.weather[ARGS]{JSON}",
     ),
     "gpt-oss": (
         "to=functions.' + name + '<|channel|>commentary json<|message|>",
@@ -331,7 +332,7 @@ PUBLISHED = {
         OBJECT.replace('"arguments"', '"parameters"'),
     ),
     "another": ("{{ messages }}", OBJECT),
-}  # fmt: skip
+}
 published = pytest.mark.parametrize("name", PUBLISHED)
 
 
