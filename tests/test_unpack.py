@@ -167,16 +167,22 @@ def ggml(model, sizes):
 def openai_name(name):
     for new, old in (
         (".layers.", ".blocks."),
-        ("encoder_attn_layer_norm", "cross_attn_ln"), ("encoder_attn.", "cross_attn."),
-        ("self_attn_layer_norm", "attn_ln"), ("self_attn.", "attn."),
-        ("q_proj", "query"), ("k_proj", "key"), ("v_proj", "value"),
-        ("out_proj", "out"), ("final_layer_norm", "mlp_ln"), ("fc1", "mlp.0"),
+        ("encoder_attn_layer_norm", "cross_attn_ln"),
+        ("encoder_attn.", "cross_attn."),
+        ("self_attn_layer_norm", "attn_ln"),
+        ("self_attn.", "attn."),
+        ("q_proj", "query"),
+        ("k_proj", "key"),
+        ("v_proj", "value"),
+        ("out_proj", "out"),
+        ("final_layer_norm", "mlp_ln"),
+        ("fc1", "mlp.0"),
         ("fc2", "mlp.2"),
         ("embed_positions.weight", "positional_embedding"),
         ("embed_tokens", "token_embedding"),
         ("encoder.layer_norm", "encoder.ln_post"),
         ("decoder.layer_norm", "decoder.ln"),
-    ):  # fmt: skip
+    ):
         name = name.replace(new, old)
     return name
 

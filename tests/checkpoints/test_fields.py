@@ -42,17 +42,20 @@ TABLES = {
 """The tables of the page, by the heads of their first columns."""
 TEXT = "def the <|endoftext|> self .\nreturn 12"
 TOKEN = {"content": "def", "special": False, "normalized": False}
-TOKENIZER_FIELDS = {
-    "add_bos_token": True, "add_eos_token": True, "add_prefix_space": True,
+TOKENIZER_FIELDS = dict.fromkeys(("add_bos_token", "add_eos_token"), True)
+TOKENIZER_FIELDS |= {"add_prefix_space": True, "split_special_tokens": True}
+TOKENIZER_FIELDS |= {"clean_up_tokenization_spaces": True, "do_lower_case": True}
+TOKENIZER_FIELDS |= {"spaces_between_special_tokens": False, "legacy": False}
+TOKENIZER_FIELDS |= {"bos_token": "<|endoftext|>", "eos_token": "self"}
+TOKENIZER_FIELDS |= {
     "added_tokens_decoder": {"70": TOKEN | {"lstrip": True, "rstrip": False}},
-    "additional_special_tokens": ["self"], "bos_token": "<|endoftext|>",
-    "chat_template": "{{ messages }}", "clean_up_tokenization_spaces": True,
-    "do_lower_case": True, "eos_token": "self",
-    "extra_special_tokens": {"image_token": "self"}, "legacy": False,
-    "model_max_length": 4, "padding_side": "left",
-    "spaces_between_special_tokens": False, "split_special_tokens": True,
-    "truncation_side": "left", "use_default_system_prompt": True,
-}  # fmt: skip
+    "additional_special_tokens": ["self"],
+    "extra_special_tokens": {"image_token": "self"},
+    "chat_template": "{{ messages }}",
+    "model_max_length": 4,
+    "use_default_system_prompt": True,
+    **dict.fromkeys(("padding_side", "truncation_side"), "left"),
+}
 _FOR_BPE = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
 LLAMA = {"do_sample": True, "temperature": 0.6, "top_p": 0.9}
 QWEN = {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "repetition_penalty": 1.05}
@@ -96,19 +99,17 @@ def test_what_transformers_does_by_itself_is_no_reason_to_warn(tmp_path):
         assert GenerationFields.read(source).passed_over(True, False) == ()
 
 
-# fmt: off
-WARNED_OF = {
-    "num_beams": 4, "no_repeat_ngram_size": 3, "encoder_no_repeat_ngram_size": 3,
-    "encoder_repetition_penalty": 1.2, "min_length": 5, "min_new_tokens": 5,
-    "max_length": 400, "max_new_tokens": 20, "max_time": 2.0, "guidance_scale": 1.5,
-    "exponential_decay_length_penalty": [5, 1.1], "forced_bos_token_id": 5,
-    "forced_eos_token_id": 5, "begin_suppress_tokens": [5], "penalty_alpha": 0.6,
-    "bad_words_ids": [[5, 6], [7]], "sequence_bias": [[[5], 1.0]], "constraints": [5],
-    "watermarking_config": {"bias": 2.0}, "token_healing": True, "dola_layers": "high",
-    "force_words_ids": [[5]], "typical_p": 0.9, "top_h": 0.4, "epsilon_cutoff": 3e-4,
-    "eta_cutoff": 3e-4,
-}
-# fmt: on
+WARNED_OF = {"num_beams": 4, "no_repeat_ngram_size": 3, "penalty_alpha": 0.6}
+WARNED_OF |= {"encoder_no_repeat_ngram_size": 3, "encoder_repetition_penalty": 1.2}
+WARNED_OF |= {"min_length": 5, "min_new_tokens": 5, "max_length": 400, "max_time": 2.0}
+WARNED_OF |= {"max_new_tokens": 20, "exponential_decay_length_penalty": [5, 1.1]}
+WARNED_OF |= {"forced_bos_token_id": 5, "forced_eos_token_id": 5}
+WARNED_OF |= {"begin_suppress_tokens": [5], "bad_words_ids": [[5, 6], [7]]}
+WARNED_OF |= {"force_words_ids": [[5]], "sequence_bias": [[[5], 1.0]]}
+WARNED_OF |= {"constraints": [5], "watermarking_config": {"bias": 2.0}}
+WARNED_OF |= {"token_healing": True, "dola_layers": "high", "guidance_scale": 1.5}
+WARNED_OF |= {"epsilon_cutoff": 3e-4, "eta_cutoff": 3e-4}
+WARNED_OF |= {"typical_p": 0.9, "top_h": 0.4}
 
 
 @pytest.mark.parametrize("name", [*WARNED_OF, "a_field_of_next_year"])

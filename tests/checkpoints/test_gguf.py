@@ -87,8 +87,8 @@ def test_experts_keep_their_types(name, tmp_path):
     # Routers see rounded rows.
     assert np.corrcoef(logits.ravel(), expected.ravel())[0, 1] > 0.99
     graph = onnx.load(tmp_path / "bundle" / "target.onnx", load_external_data=False)
-    types = [GRIDS[a.i] for n in graph.graph.node if n.op_type == "MatMulExperts"
-             for a in n.attribute if a.name == "format"]  # fmt: skip
+    nodes = [node for node in graph.graph.node if node.op_type == "MatMulExperts"]
+    types = [GRIDS[a.i] for n in nodes for a in n.attribute if a.name == "format"]
     assert set(types) == {"Q8_0" if kind == Type.F16 else kind.name}
     how = {"kernel": "onnxruntime", "recipe": "int8"}
     tiny.refused(jetdraft.JetdraftError, "types hold experts", file, **how)

@@ -118,16 +118,17 @@ def test_check_says_that_cuda_can_run_them(captured):
     assert result.stdout.startswith("verdict    cuda can run all graphs")
 
 
+COPIED = [make("Shape", ["ids"], ["n"]), make("Add", ["cursor", "n"], ["last"])]
+SUMMED = [make("ReduceSum", ["probe_rows", "axes"], ["count"], keepdims=1)]
+OF_LAST = {"ids": ["n"], "cursor": [1], "last": [1]}
+OF_COUNT = {"position_ids": [1, "n"], "probe_rows": [1, "r"], "count": [1, 1]}
+
+
 @cases(
     "faults, nodes, shapes, found",
-    (copied_to_device,
-     [make("Shape", ["ids"], ["n"]), make("Add", ["cursor", "n"], ["last"])],
-     {"ids": ["n"], "cursor": [1], "last": [1]}, ("Add", ["cursor", "n"])),
-    (empty_sums,
-     [make("ReduceSum", ["probe_rows", "axes"], ["count"], keepdims=1)],
-     {"position_ids": [1, "n"], "probe_rows": [1, "r"], "count": [1, 1]},
-     ("ReduceSum", "probe_rows", "r")),
-)  # fmt: skip
+    (copied_to_device, COPIED, OF_LAST, ("Add", ["cursor", "n"])),
+    (empty_sums, SUMMED, OF_COUNT, ("ReduceSum", "probe_rows", "r")),
+)
 def test_a_fault_is_found(tmp_path, faults, nodes, shapes, found):
     values = [
         onnx.helper.make_tensor_value_info(name, onnx.TensorProto.INT64, shape)

@@ -147,6 +147,7 @@ STANDARD = {"flavour": "standard"}
 FP16 = {"recipe": "int8", "provider": "cuda"}
 """Exported for a GPU, which computes in half precision, and run on the CPU."""
 
+HOWS = {"": {}, "int8": INT8, "packed": PACKED, "standard": STANDARD, "fp16": FP16}
 BUNDLES = {
     "eagle3 int8": ("eagle3", INT8),
     "eagle3 packed": ("eagle3", PACKED),
@@ -167,11 +168,9 @@ BUNDLES = {
     **{
         f"{name} {how}".strip(): (name, options)
         for name in ("dflash", "diffusion")
-        for how, options in {
-            "": {}, "int8": INT8, "packed": PACKED, "standard": STANDARD, "fp16": FP16,
-        }.items()
+        for how, options in HOWS.items()
     },
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", BUNDLES)

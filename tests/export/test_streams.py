@@ -160,9 +160,11 @@ def test_parameters_are_those_of_the_paper():
         assert sum(p.numel() for p in streams.parameters()) == expected
 
 
-def test_a_scale_of_zero_is_the_base(tmp_path, model, checkpoint):
+def test_streams_of_the_shared_mode_only_are_merged(tmp_path, model, checkpoint):
     if model.bundle.target.streams["mode"] != SHARED:
-        pytest.skip("only streams of the shared mode change the target")
+        said = "needs streams of the shared mode"
+        refused(OptionError, said, checkpoint, adapter_scale=0.5)
+        return
     exported(save_checkpoint(tmp_path / "c", CONFIG), tmp_path / "base")
     exported(checkpoint, tmp_path / "zero", adapter_scale=0.0)
     base, scaled = (
@@ -172,13 +174,6 @@ def test_a_scale_of_zero_is_the_base(tmp_path, model, checkpoint):
     np.testing.assert_allclose(scaled, base, atol=1e-5)
     tuned, _ = passes(model, [COUNT], Probing())
     assert np.abs(tuned - base).max() > 0.01
-
-
-def test_lossless_streams_are_never_merged(tmp_path, model, checkpoint):
-    if model.bundle.target.streams["mode"] == SHARED:
-        pytest.skip("streams of the shared mode are")
-    said = "needs streams of the shared mode"
-    refused(OptionError, said, checkpoint, adapter_scale=0.5)
 
 
 @cases(

@@ -22,17 +22,17 @@ from tests.toy_drafter import put_on_trial
 
 VOCABULARY = 100
 POISON = [
+    *((name, b"") for name in ("tokens", "places", "ids")),
+    *((name, "text") for name in ("tokens", "logits", "kept")),
     ("tokens", np.array([VOCABULARY, 1], np.uint32).tobytes()),
-    *(("tokens", value) for value in (b"", b"123", "text", 7)),
+    *(("tokens", value) for value in (b"123", 7)),
     ("tokens", b"\0" * (4 * module.MAX_TOKENS + 4)),
-    ("places", np.array([0], np.uint32).tobytes()),
-    ("places", np.array([2], np.uint32).tobytes()), ("places", b""),
+    *(("places", np.array([place], np.uint32).tobytes()) for place in (0, 2)),
     ("places", np.ones(module.MAX_PLACES + 1, np.uint32).tobytes()),
-    ("ids", np.array([1, VOCABULARY], np.uint32).tobytes()), ("ids", b""),
-    ("logits", np.array([1, np.nan], np.float32).tobytes()),
-    ("logits", np.array([1], np.float32).tobytes()), ("logits", "text"),
-    ("kept", 1e300), ("kept", "text"),
-]  # fmt: skip
+    ("ids", np.array([1, VOCABULARY], np.uint32).tobytes()),
+    *(("logits", np.float32(value).tobytes()) for value in ([1, np.nan], [1])),
+    ("kept", 1e300),
+]
 ONES = {"matrix": np.ones((4, 4), np.float32)}
 TWOS = {"matrix": np.full((4, 4), 2, np.float32)}
 NOT_FINITE = np.float32([[np.nan, 1.0]]), np.float16([[np.inf, 1.0]])

@@ -77,9 +77,15 @@ def random_matrix(grid, columns, rows, seed=0):
 
 class Attending:
     def __init__(
-        self, heads=4, kv_heads=2, size=64, length=80, packed=True, sinks=False,
+        self,
+        heads=4,
+        kv_heads=2,
+        size=64,
+        length=80,
+        packed=True,
+        sinks=False,
         **changed,
-    ):  # fmt: skip
+    ):
         random, self.length, self.packed = np.random.default_rng(0), length, packed
         self.sinks = random.uniform(-3, 3, heads).astype(np.float32) if sinks else None
         widths = [count * size for count in (heads, kv_heads, kv_heads)]

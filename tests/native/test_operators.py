@@ -153,15 +153,19 @@ def test_damaged_experts_are_refused(ids, changed, reason):
 
 @cases(
     "changed, reason",
-    ({"integers": SHORT}, "another size"), ({"scales": SHORT}, "another size"),
+    ({"integers": SHORT}, "another size"),
+    ({"scales": SHORT}, "another size"),
     ({"integers": SHORT.astype(np.float32)}, "float"),
-    ({"N": 64}, "another size"), ({"K": 60}, "another width"),
-    ({"K": 96}, "another size"), ({"N": 2**62}, "out of range"),
-    ({"K": 0}, "out of range"), ({"K": -32}, "out of range"),
+    ({"N": 64}, "another size"),
+    ({"K": 60}, "another width"),
+    ({"K": 96}, "another size"),
+    ({"N": 2**62}, "out of range"),
+    ({"K": 0}, "out of range"),
+    ({"K": -32}, "out of range"),
     ({"format": len(GRIDS)}, "unknown format"),
     ({"format": -1}, "unknown format"),
     ({"layout": 2}, "packed in layout 2, and this version reads layout 1"),
-)  # fmt: skip
+)
 def test_a_damaged_matrix_is_refused(changed, reason):
     matrix, x = random_matrix("Q4_0", 32, 64), np.ones((1, 64), "f4")
     with pytest.raises(Exception, match=reason):

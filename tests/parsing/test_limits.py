@@ -131,22 +131,31 @@ def test_reads_what_json_can_hold():
     assert read_json("18446744073709551615") == 2**64 - 1
     assert read_json("-9223372036854775808") == -(2**63)
     assert read_json(f"[{10**3999}]", exact=True) == [10**3999]
+    # Brackets in texts are no depth.
+    assert read_json('["' + "[{" * 1000 + '\\"[[["]') == ["[{" * 1000 + '"[[[']
+
+
+DEEP = ["[" * 65 + "]" * 65, '{"a":' * 65 + "1" + "}" * 65, "[" * 500_000]
+DEEP += ['"\\""' + "[" * 65]
 
 
 @cases(
     "data, why",
-    ("", "no valid JSON"), ("[1,]", "no valid JSON"), ('{"a": "x', "no valid JSON"),
-    ("\ufeff{}", "no valid JSON"), ("[NaN]", "NaN"), ("[-Infinity]", "Infinity"),
-    ("[1e999]", "too large"), ("[-1e999]", "too large"),
-    ("18446744073709551616", "64 bits"), ("-9223372036854775809", "64 bits"),
-    ("9" * 100_000, "64 bits"), ('"\\ud800"', "surrogate"),
-    ('["\\uDFFF\\ud83d"]', "surrogate"), ('{"\\ud800": 1}', "surrogate"),
-    ('"\ud800"', "UTF-8"), (b'"\xff"', "UTF-8"), ('{"a": 1, "a": 2}', "twice"),
-    ("[" * 65 + "]" * 65, "deeper than 64"),
-    ('{"a":' * 65 + "1" + "}" * 65, "deeper than 64"),
-    ("[" * 500_000, "deeper than 64"), ('"\\""' + "[" * 65, "deeper than 64"),
-    (b"1" + b" " * 1_000_000, "bytes"), ('"' + "é" * 600_000 + '"', "bytes"),
-)  # fmt: skip
+    *((data, "no valid JSON") for data in ("", "[1,]", '{"a": "x', "\ufeff{}")),
+    ("[NaN]", "NaN"),
+    ("[-Infinity]", "Infinity"),
+    *((f"[{number}]", "too large") for number in ("1e999", "-1e999")),
+    *((str(number), "64 bits") for number in (2**64, -(2**63) - 1)),
+    ("9" * 100_000, "64 bits"),
+    ('"\\ud800"', "surrogate"),
+    ('["\\uDFFF\\ud83d"]', "surrogate"),
+    ('{"\\ud800": 1}', "surrogate"),
+    *((text, "UTF-8") for text in ('"\ud800"', b'"\xff"')),
+    ('{"a": 1, "a": 2}', "twice"),
+    *((text, "deeper than 64") for text in DEEP),
+    (b"1" + b" " * 1_000_000, "bytes"),
+    ('"' + "é" * 600_000 + '"', "bytes"),
+)
 def test_refuses_the_rest(data, why):
     with pytest.raises(JsonError, match=why) as refused:
         read_json(data)
@@ -166,10 +175,6 @@ def test_limits_are_the_callers():
         read_json("9" * 100_000, exact=True)
     with pytest.raises(JsonError, match="nested too deeply"):
         read_json("[" * 200_000, most_depth=10**6)
-
-
-def test_brackets_in_strings_are_no_depth():
-    assert read_json('["' + "[{" * 1000 + '\\"[[["]') == ["[{" * 1000 + '"[[[']
 
 
 def test_takes_time_in_proportion():
@@ -271,11 +276,18 @@ def test_a_damaged_pickle_is_one_line(folder, content):
 
 @cases(
     "changes",
-    {"hidden_size": "16"}, {"num_attention_heads": None},
-    {"num_hidden_layers": [1]}, {"vocab_size": {}}, {"rms_norm_eps": "small"},
-    {"rope_parameters": 5}, {"model_type": 5}, {"quantization_config": 5},
-    {"eos_token_id": "x"}, {"eos_token_id": [[1]]}, {"architectures": 5},
-)  # fmt: skip
+    {"hidden_size": "16"},
+    {"num_attention_heads": None},
+    {"num_hidden_layers": [1]},
+    {"vocab_size": {}},
+    {"rms_norm_eps": "small"},
+    {"rope_parameters": 5},
+    {"model_type": 5},
+    {"quantization_config": 5},
+    {"eos_token_id": "x"},
+    {"eos_token_id": [[1]]},
+    {"architectures": 5},
+)
 def test_a_config_of_wrong_types_is_one_line(folder, changes):
     (folder / "generation_config.json").unlink(missing_ok=True)
     edit_json(folder / "config.json", **changes)

@@ -148,16 +148,15 @@ def test_a_cancelled_generation(model_of, method):
         assert text(model, method).token_ids == plain
 
 
+PENALTIES = {"presence_penalty": 0.5, "frequency_penalty": 0.3}
+PENALTIES |= {"repetition_penalty": 1.4, "logit_bias": {5: 3.0, 9: -100.0}}
+NAME = {"type": "string", "minLength": 5, "maxLength": 9}
+PARTS = {"type": "array", "items": {"type": "integer"}, "minItems": 1, "maxItems": 2}
 RULES = {
-    "penalty": {"repetition_penalty": 1.4, "logit_bias": {5: 3.0, 9: -100.0},
-                "presence_penalty": 0.5, "frequency_penalty": 0.3},
+    "penalty": PENALTIES,
     "regex": {"regex": "[a-z]{9} and then [a-z]{9}", "temperature": 0.8, "seed": 3},
-    "json": {"json_schema": record(
-        name={"type": "string", "minLength": 5, "maxLength": 9},
-        parts={"type": "array", "items": {"type": "integer"}, "minItems": 1,
-               "maxItems": 2},
-    )},
-}  # fmt: skip
+    "json": {"json_schema": record(name=NAME, parts=PARTS)},
+}
 
 
 @every_method

@@ -252,14 +252,16 @@ def test_width_one_is_used_only_when_not_exact(model):
 
 @cases(
     "options, words",
-    ({"prompt": ""}, "empty"), ({"token_ids": []}, "empty"),
-    ({"token_ids": [[1]]}, "integers"), ({"token_ids": ["x"]}, "integers"),
-    ({"token_ids": [288]}, "outside the vocabulary"),
-    ({"token_ids": [-1]}, "outside the vocabulary"),
-    ({"token_ids": [1] * 257}, "capacity is 256"), ({}, "either"),
-    ({"prompt": "a", "token_ids": [1]}, "either"), ({"prompt": [1, 2]}, "token_ids="),
+    ({"prompt": ""}, "empty"),
+    ({"token_ids": []}, "empty"),
+    *(({"token_ids": ids}, "integers") for ids in ([[1]], ["x"])),
+    *(({"token_ids": [id]}, "outside the vocabulary") for id in (288, -1)),
+    ({"token_ids": [1] * 257}, "capacity is 256"),
+    ({}, "either"),
+    ({"prompt": "a", "token_ids": [1]}, "either"),
+    ({"prompt": [1, 2]}, "token_ids="),
     ({"prompt": "a", "max_new_tokens": 0}, "1 or more"),
-)  # fmt: skip
+)
 def test_bad_input_is_refused_before_anything_runs(model, options, words):
     with pytest.raises(OptionError, match=words):
         model.stream(**options)
@@ -318,10 +320,11 @@ def test_measurements_are_kept_beside_the_bundle(bundle, tmp_path):
 
 @cases(
     "given",
-    {"store": 3}, {"streams": 3}, {"threads": 2.5}, {"threads": "2"},
-    {"threads": 100000}, {"threads": 0}, {"threads": True},
+    {"store": 3},
+    {"streams": 3},
+    *({"threads": threads} for threads in (2.5, "2", 100000, 0, True)),
     ids=str,
-)  # fmt: skip
+)
 def test_load_says_what_is_wrong_with_its_arguments(bundle, given):
     [name] = given
     with refused_option(name, name):
@@ -380,19 +383,21 @@ def test_a_closed_model_says_so(bundle, tmp_path):
     options, parts = jetdraft.Options(), weakref.ref(model.parts)
     waiting = model.stream("a", max_new_tokens=3)
     model.close()
+    chat = [{"role": "user", "content": "a"}]
+    file = tmp_path / "prefix.npz"
+    texts = (model.generate, model.stream, model.astream, model.prompt)
+    names = ("methods", "provider", "vocabulary", "planner")
     calls = [
-        lambda: model.generate("a"), lambda: model.generate(token_ids=[1]),
-        lambda: model.generate("a", options), lambda: model.stream("a"),
-        lambda: model.astream("a"),
-        lambda: model.chat([{"role": "user", "content": "a"}]),
-        lambda: model.chat_prompt([{"role": "user", "content": "a"}]),
-        lambda: model.prompt("a"),
-        lambda: model.save_prefix(tmp_path / "prefix.npz", [1]),
-        lambda: model.load_prefix(tmp_path / "prefix.npz"),
-        lambda: (model.methods, model.provider, model.vocabulary),
-        lambda: model.planner, partial(tune, model), model.measure_again, model.forget,
-        model.twin,
-    ]  # fmt: skip
+        *(partial(call, "a") for call in texts),
+        *(partial(call, chat) for call in (model.chat, model.chat_prompt)),
+        *(partial(getattr, model, name) for name in names),
+        partial(model.generate, token_ids=[1]),
+        partial(model.generate, "a", options),
+        partial(model.save_prefix, file, [1]),
+        partial(model.load_prefix, file),
+        partial(tune, model),
+        *(model.measure_again, model.forget, model.twin),
+    ]
     for call in calls:
         with pytest.raises(jetdraft.JetdraftError, match="this model is closed"):
             call()

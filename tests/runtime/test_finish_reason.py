@@ -19,6 +19,9 @@ LETTERS = SimpleNamespace(
     push=lambda ids: "".join(map(chr, ids)), special=lambda id: "", rest=lambda: ""
 )
 """Text of tokens that are letters."""
+THOUGHT = "<think>\nA < b.\n</think>\n\nYes </think>"
+NO_THOUGHT = " No thought <think>a</think>"
+CHANNEL = "<|channel>thought\nHm.<channel|>Yes."
 HARMONY = (
     "<|channel|>analysis<|message|>Think.<|end|><|start|>assistant"
     "<|channel|>final<|message|>An <answer>.<|return|>"
@@ -257,19 +260,16 @@ def test_wrong_values_are_refused(model, wrong, words):
 @pytest.mark.parametrize("rounds", [1, 2, 7, 99])
 @cases(
     "template, in_thought, text, thought, answer",
-    ("</think>", False, "<think>\nA < b.\n</think>\n\nYes </think>", "A < b.",
-     "Yes </think>"),
+    ("</think>", False, THOUGHT, "A < b.", "Yes </think>"),
     ("</think>", True, " Hm. stop </think> a<think>b", "Hm. stop", "a<think>b"),
-    ("</think>", False, " No thought <think>a</think>", "",
-     " No thought <think>a</think>"),
+    ("</think>", False, NO_THOUGHT, "", NO_THOUGHT),
     ("</think>", True, "It never ends </thi", "It never ends </thi", ""),
     ("</think>", True, "</think> <think>", "", "<think>"),
     ("</think>", True, "\n\n</think>\n\na stop b", "", "a "),
     ("<|channel|>analysis", False, HARMONY, "Think.", "An <answer>.<|return|>"),
-    ("<|channel>thought", False, "<|channel>thought\nHm.<channel|>Yes.", "Hm.",
-     "Yes."),
+    ("<|channel>thought", False, CHANNEL, "Hm.", "Yes."),
     ("[/THINK]", False, "[THINK]Hm.[/THINK]Yes.", "Hm.", "Yes."),
-)  # fmt: skip
+)
 def test_thoughts_are_apart(template, in_thought, text, thought, answer, rounds):
     thoughts = ThoughtReader(Thinking.of(f"x {template} y"), in_thought or None)
     watcher, found, said = StopWatcher(LETTERS, [], ["stop"], None, thoughts), "", ""

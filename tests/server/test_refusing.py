@@ -19,16 +19,17 @@ from tests.runtime.text.test_tools import tool
 from tests.runtime.text.test_worker import FOREVER, is_alive, workers
 from tests.server.conftest import LIMITS
 from tests.server.serving import connect, read, request, served, started, until
+from tests.server.test_api import form_of
 
 GOOD = {"model": "toy", "prompt": "a", "max_tokens": 2}
 CHAT = {"model": "toy", "messages": [{"role": "user", "content": "a"}]}
 WRONG = tool({"type": "strung"}, "g")
 TOOL = {"type": "function", "function": {"name": "f"}}
-MALFORMED = (
-    "ev{il.example", 'ev"il.example', "evil^.example", "evil.example:99999",
-    "evil.example:x", "a b", "", "localhost:", "localhost:80:80", "[::1", "::1",
-    "localhost/", "localhost@evil.example", "localhost,evil.example", "loc\xe4lhost",
-)  # fmt: skip
+FOLLOWED = ("@evil.example", ",evil.example")
+MALFORMED = ["ev{il.example", 'ev"il.example', "evil^.example", "loc\xe4lhost"]
+MALFORMED += [f"evil.example:{port}" for port in ("99999", "x")]
+MALFORMED += ["a b", "", "[::1", "::1"]
+MALFORMED += [f"localhost{end}" for end in (":", ":80:80", "/", *FOLLOWED)]
 FOREIGN = ("evil.example", "localhost.evil.example", "[2001:db8::1]", "10.0.0.1:80")
 OWN = ("localhost", "LOCALHOST:1".lower(), "127.0.0.1:8080", "[::1]:8080", "127.0.0.9")
 BRIEF = {"model": "toy", "prompt": "a", "max_tokens": 4, "temperature": 0}
@@ -139,16 +140,16 @@ def test_wrong_completions(address, body, words):
     (calling('"\\ud800"'), "surrogate"),
     (calling("[" * 9000), "not JSON"),
     (calling("{"), "not JSON"),
-    (
-        {"response_format": {"type": "json_schema", "json_schema": {
-            "schema": {"properties": {"a": {"type": "x"}}}}}},
-        "/properties/a",
-    ),
-)  # fmt: skip
+    (form_of({"properties": {"a": {"type": "x"}}}), "/properties/a"),
+)
 @pytest.mark.parametrize("stream", [False, True])
 def test_wrong_chats(address, changes, words, stream):
     body = {**CHAT, "stream": stream, **changes}
     assert_error(post(address, body, "chat/completions"), 400, words)
+
+
+BROKEN, LISTED = [call(), call(arguments="{")], [call(arguments="[1]")]
+OBJECT = "the text of a JSON object"
 
 
 @cases(
@@ -172,11 +173,9 @@ def test_wrong_chats(address, changes, words, stream):
     ({"tool_calls": [call(name=None)]}, "tool_calls[0]", "must be {"),
     ({"tool_calls": [{**call(), "id": 5}]}, "tool_calls[0]", "must be {"),
     ({"tool_calls": [{"function": {"name": "f"}}]}, "tool_calls[0]", "must be {"),
-    ({"tool_calls": [call(), call(arguments="{")]},
-     "tool_calls[1].function.arguments", "is not JSON"),
-    ({"tool_calls": [call(arguments="[1]")]},
-     "tool_calls[0].function.arguments", "must be the text of a JSON object"),
-)  # fmt: skip
+    ({"tool_calls": BROKEN}, "tool_calls[1].function.arguments", "is not JSON"),
+    ({"tool_calls": LISTED}, "tool_calls[0].function.arguments", f"must be {OBJECT}"),
+)
 def test_a_wrong_message_is_named_with_its_field(address, fields, place, words):
     wrong = {"role": "assistant", "content": "b", **fields}
     body = {**CHAT, "messages": [*CHAT["messages"], wrong]}

@@ -22,11 +22,10 @@ from jetdraft.runtime.measured.widths import Profiles, Widths
 from tests import cases
 
 IDS = np.random.default_rng(5).integers(0, 288, 12).tolist() * 3
-CURVE = Curve(
-    passes={1: 20.0, 4: 26.0}, trees={2: 23.0}, compaction=0.5, probe=0.1, drafter=3.0,
-    drafts={"draft": 3.1, "lookup": 0.0}, probed={2: 30.0}, ended={2: 24.0},
-    kept_row=0.5, experts={1: 4.0, 4: 10.0}, expert=0.5,
-)  # fmt: skip
+PASSES = {"passes": {1: 20.0, 4: 26.0}, "trees": {2: 23.0}, "ended": {2: 24.0}}
+DRAFTS = {"drafts": {"draft": 3.1, "lookup": 0.0}, "drafter": 3.0, "probed": {2: 30.0}}
+EXPERTS = {"experts": {1: 4.0, 4: 10.0}, "expert": 0.5}
+CURVE = Curve(**PASSES, **DRAFTS, **EXPERTS, compaction=0.5, probe=0.1, kept_row=0.5)
 NAN, INFINITY = float("nan"), float("inf")
 PRIORS = [[0.2, 0.1], [0.1, 0.1]]
 

@@ -181,10 +181,14 @@ def test_what_is_withdrawn_is_forgotten(vocabulary):
     ({"json_schema": "{"}, "not JSON .*line 1"),
     ({"json_schema": "[1]"}, "is not an object"),
     ({"json_schema": {"type": "strin"}}, "its root: Invalid type"),
-    ({"json_schema": {"properties": {"a": {"items": {"type": "strin"}}}}},
-     "at /properties/a/items: Invalid type: strin"),
-    ({"json_schema": {"anyOf": [{"type": "null"}, BROKEN]}},
-     "at /anyOf/1: unclosed group"),
+    (
+        {"json_schema": {"properties": {"a": {"items": {"type": "strin"}}}}},
+        "at /properties/a/items: Invalid type: strin",
+    ),
+    (
+        {"json_schema": {"anyOf": [{"type": "null"}, BROKEN]}},
+        "at /anyOf/1: unclosed group",
+    ),
     ({"json_schema": {"uniqueItems": True}}, "uniqueItems.*; leave these keys out"),
     ({"regex": "ab(c"}, "at character 3: unclosed group"),
     ({"regex": "x{2,1}"}, "character 2: invalid repetition"),
@@ -209,7 +213,7 @@ def test_what_is_withdrawn_is_forgotten(vocabulary):
     ({"json_schema": '{"a": "\ud800"}'}, "not a text"),
     ({"json_schema": "[" * 100_000}, "nested deeper"),
     ({"json_schema": {"properties": {"\n" * 3: {"type": "strin"}}}}, "Invalid type"),
-)  # fmt: skip
+)
 def test_wrong_constraints_are_refused_at_once(model, wrong, words):
     with pytest.raises(OptionError, match=words) as found:
         model.stream("a", **wrong)

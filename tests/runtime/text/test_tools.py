@@ -386,12 +386,13 @@ def test_several_calls_are_read(model, name):
     assert not allowed(model, Tools([WEATHER], "required", form, parallel=False), many)
 
 
-@pytest.mark.parametrize(
+@cases(
     "text",
-    ["[f(1)]", "[f(**{})]", "[f(x=y)]", "[f(x={1, 2})]", "[f(x=1j)]", "[f", "f(x=1)",
-     "[f(x=b'a')]", f"[f(x={'-' * 9999}1)]", f"[f(x={'(' * 9999}1{')' * 9999})]",
-     "[f()[f()]", "[,f()]"],
-)  # fmt: skip
+    *(f"[f({given})]" for given in ("1", "**{}", "x=y", "x={1, 2}", "x=1j", "x=b'a'")),
+    *("[f", "f(x=1)", "[f()[f()]", "[,f()]"),
+    f"[f(x={'-' * 9999}1)]",
+    f"[f(x={'(' * 9999}1{')' * 9999})]",
+)
 def test_python_that_is_no_call_is_text(text):
     assert Tools([F], format=CallFormat.of("[func_name1(")).read(text) == ([], text)
     tools = Tools([F], format=CallFormat.of("[func_name1("))
