@@ -1,9 +1,13 @@
 """What any module of tests may use."""
 
+import json
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
+
+from jetdraft.manifest import MANIFEST, SEAL, seal_hash
 
 LONG: dict[str, Any] = {"max_new_tokens": 40, "ignore_eos": True}
 WAYS: tuple[dict[str, Any], ...] = {}, {"temperature": 0.9, "seed": 4}
@@ -36,3 +40,32 @@ def same_text(
                 assert getattr(drafted, name) == getattr(plain, name), (way, draft)
             results.append(drafted)
     return results
+
+
+def filled(graph: Any, tokens: Any, **how: Any) -> Any:
+    """The graph after a pass over these tokens, whose rows are all that it keeps."""
+    graph.cache.rewind(0)
+    graph.run(tokens, **how)
+    graph.cache.advance(len(tokens))
+    return graph
+
+
+def edit_json(file: Path, **changes: Any) -> None:
+    """Change fields of a file; those that are `...` are left out."""
+    fields = {**json.loads(file.read_text()), **changes}
+    kept = {name: value for name, value in fields.items() if value is not ...}
+    file.write_text(json.dumps(kept))
+
+
+def read_manifest(bundle: Path) -> dict[str, Any]:
+    return json.loads((bundle / MANIFEST).read_text())
+
+
+def write_manifest(bundle: Path, manifest: dict[str, Any]) -> None:
+    sealed = {**manifest, SEAL: seal_hash(manifest)}
+    (bundle / MANIFEST).write_text(json.dumps(sealed, indent=2))
+
+
+def edit_manifest(bundle: Path, **changes: object) -> None:
+    edit_json(bundle / MANIFEST, **changes)
+    write_manifest(bundle, read_manifest(bundle))

@@ -80,12 +80,11 @@ def word_level() -> Tokenizer:
     return Tokenizer(models.WordLevel(vocab, "<unk>"))
 
 
+_OF_BPE = (byte_level, sentencepiece, word_ends)
 FAMILIES: dict[str, Callable[[], Tokenizer]] = {
     family.__name__: family
-    for family in (
-        byte_level, sentencepiece, unigram, metaspace, wordpiece, word_ends, word_level
-    )
-}  # fmt: skip
+    for family in (*_OF_BPE, unigram, metaspace, wordpiece, word_level)
+}
 
 
 def made(family: str) -> Tokenizer:

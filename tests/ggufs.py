@@ -13,23 +13,26 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from tests.tiny import tokenizer
 
+QK_NORMS, MLP = ("norm", "layernorm"), ("gate", "down", "up")
 NAMES = {
-    "model.embed_tokens": "token_embd", "model.norm": "output_norm",
-    "lm_head": "output", "input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm", "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+    "model.embed_tokens": "token_embd",
+    "model.embedding_norm": "token_embd_norm",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
-    **{"model.embedding_norm": "token_embd_norm", "self_attn.out_proj": "attn_output"},
-    **{"operator_norm": "attn_norm", "ffn_norm": "ffn_norm"},
-    **{f"self_attn.{n}_layernorm": f"attn_{n}_norm" for n in "qk"},
+    "operator_norm": "attn_norm",
+    "ffn_norm": "ffn_norm",
+    **{f"self_attn.{n}_proj": f"attn_{n}" for n in "qkv"},
+    **{f"self_attn.{n}_proj": "attn_output" for n in ("o", "out")},
+    **{f"self_attn.{n}_{norm}": f"attn_{n}_norm" for n in "qk" for norm in QK_NORMS},
     **{f"conv.{n}": f"shortconv.{n}" for n in ("conv", "in_proj", "out_proj")},
-    **{"feed_forward.w1": "ffn_gate", "feed_forward.w2": "ffn_down"},
-    **{"feed_forward.w3": "ffn_up"},
-    **{"mlp.gate": "ffn_gate_inp", "mlp.shared_expert_gate": "ffn_gate_inp_shexp"},
-    **{f"mlp.shared_expert.{n}_proj": f"ffn_{n}_shexp" for n in ("gate", "up", "down")},
-}  # fmt: skip
+    **{f"feed_forward.w{i}": f"ffn_{n}" for i, n in enumerate(MLP, 1)},
+    **{f"mlp.{n}_proj": f"ffn_{n}" for n in MLP},
+    **{f"mlp.shared_expert.{n}_proj": f"ffn_{n}_shexp" for n in MLP},
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+}
 GEMMA = {
     **NAMES,
     "post_attention_layernorm": "post_attention_norm",

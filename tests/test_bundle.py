@@ -15,9 +15,8 @@ from jetdraft import files, manifest, parsing, testing
 from jetdraft.bundle import Bundle, check_pair
 from jetdraft.errors import BundleError, ContractError, OutputError, PairError
 from jetdraft.manifest import MANIFEST, SCHEMA_VERSION, GraphEntry, Halves, writing
-from tests import cases, manifests
+from tests import cases, edit_manifest, read_manifest, write_manifest
 from tests.kills import CONTRACT, content, fill, make
-from tests.manifests import edit
 from tests.programs import ROOT, printed, python
 from tests.toy_graphs import GUESSES, IDS, VOCABULARY, write_graph
 from tests.toy_graphs import HEAD_CONTRACT as HEAD
@@ -52,7 +51,7 @@ def test_the_hash_depends_on_every_file_and_on_the_contract(small, tmp_path):
     assert Bundle.open(small).sha256 != Bundle.open(other).sha256
     again = make(tmp_path / "again")
     assert Bundle.open(small).sha256 == Bundle.open(again).sha256
-    edit(again, eos_token_ids=[1])
+    edit_manifest(again, eos_token_ids=[1])
     assert Bundle.open(small).sha256 != Bundle.open(again).sha256
 
 
@@ -79,24 +78,24 @@ def alter(bundle):
 
 def changed(*route, to=...):
     def damage(bundle):
-        manifest = inner = manifests.read(bundle)
+        manifest = inner = read_manifest(bundle)
         for key in route[:-1]:
             inner = inner[key]
         if to is ...:
             del inner[route[-1]]
         else:
             inner[route[-1]] = to
-        manifests.write(bundle, manifest)
+        write_manifest(bundle, manifest)
 
     return damage
 
 
 def outside(bundle):
-    manifest = manifests.read(bundle)
+    manifest = read_manifest(bundle)
     (bundle / "target.onnx").rename(bundle.parent / "target.onnx")
     manifest["files"]["../target.onnx"] = manifest["files"].pop("target.onnx")
     manifest["graphs"]["target"]["file"] = "../target.onnx"
-    manifests.write(bundle, manifest)
+    write_manifest(bundle, manifest)
 
 
 def with_manifest(text):
@@ -105,7 +104,7 @@ def with_manifest(text):
 
 def edited(bundle):
     """The hashes of files cover neither the contract nor the ends of text."""
-    manifest = manifests.read(bundle)
+    manifest = read_manifest(bundle)
     manifest["eos_token_ids"].append(5)
     (bundle / MANIFEST).write_text(json.dumps(manifest))
 
@@ -116,9 +115,11 @@ FILES = ("target.onnx", "drafter.onnx")
 WRONG_VALUES = {
     "graphs": ([], {}, {"target": {}}, {"target": 5}),
     "generation": (5, {"temperature": "0.6"}, {"temperature": True}, {"colour": 1}),
-    "eos_token_ids": (None, ["0"]), "provider": (5,), "tools": ([],),
+    "eos_token_ids": (None, ["0"]),
+    "provider": (5,),
+    "tools": ([],),
     "files": ([], {}, 5, *(dict.fromkeys(FILES, x) for x in ({}, 5))),
-}  # fmt: skip
+}
 TARGET_ENTRY = ("graphs", "target")
 CONTRACT_OF_TARGET = (*TARGET_ENTRY, "contract")
 
@@ -177,19 +178,19 @@ def test_what_is_damaged_is_refused_and_named(small, damage, said):
 
 def test_manifest_of_an_older_jetdraft_has_no_new_fields(small):
     """What a new version adds has a default, so that older bundles stay readable."""
-    bundle, manifest = Bundle.open(small), manifests.read(small)
+    bundle, manifest = Bundle.open(small), read_manifest(small)
     del manifest["start_token_ids"]
     for graph in manifest["graphs"].values():
         del graph["encoder_file"], graph["contract"]["relative_positions"]
-    manifests.write(small, manifest)
+    write_manifest(small, manifest)
     assert Bundle.open(small) == bundle
 
 
 @pytest.mark.parametrize("field", ["vocab_size", "capacity"])
 def test_pair_that_does_not_match_is_refused(small, field):
-    manifest = manifests.read(small)
+    manifest = read_manifest(small)
     manifest["graphs"]["drafter"]["contract"][field] += 1
-    manifests.write(small, manifest)
+    write_manifest(small, manifest)
     with pytest.raises(PairError, match=r"drafter('s capacity| chooses among)"):
         Bundle.open(small)
 
@@ -232,27 +233,24 @@ def test_a_head_and_its_vocabulary_survive_the_bundle(tmp_path):
     assert opened.draft_vocabulary("target") is None
 
 
-@cases(
-    "ids",
+MISFIT = f"{len(IDS)} different token ids below {VOCABULARY} as int64"
+MISFITS = (
     *(IDS[:-1], IDS + 1, IDS - 2, IDS.astype(np.int32), IDS.astype(np.float64)),
     *(np.array([*IDS[:-1], IDS[0]]), IDS[None], np.array(3)),
     *(b"not an array", b"", zipped(IDS)),
-    ids=lambda ids: repr(ids)[:20],
 )
-def test_a_vocabulary_that_does_not_fit_is_refused(tmp_path, ids):
-    folder = make_with_head(tmp_path / "bundle", ids)
-    said = f"{len(IDS)} different token ids below {VOCABULARY} as int64"
-    with pytest.raises(BundleError, match=said):
-        Bundle.open(folder)
 
 
 @cases(
-    "head, fields",
-    (HEAD, {"vocabulary_file": None}), (replace(HEAD, draft_vocab=0), {}),
-)  # fmt: skip
-def test_a_draft_vocabulary_and_its_file_come_together(tmp_path, head, fields):
-    folder = make_with_head(tmp_path / "bundle", head=head, **fields)
-    with pytest.raises(BundleError, match="its file come together"):
+    "said, made",
+    *((MISFIT, {"ids": ids}) for ids in MISFITS),
+    ("its file come together", {"vocabulary_file": None}),
+    ("its file come together", {"head": replace(HEAD, draft_vocab=0)}),
+    ids=lambda made: str(made)[:40],
+)
+def test_a_vocabulary_that_does_not_fit_is_refused(tmp_path, said, made):
+    folder = make_with_head(tmp_path / "bundle", **made)
+    with pytest.raises(BundleError, match=said):
         Bundle.open(folder)
 
 
@@ -363,8 +361,10 @@ def test_failed_writing_leaves_what_was_there(small, failure):
 
 @cases(
     "place, said",
-    ("", "is not a bundle"), ("file", "is not a bundle"), ("file/b", "cannot write"),
-)  # fmt: skip
+    ("", "is not a bundle"),
+    ("file", "is not a bundle"),
+    ("file/b", "cannot write"),
+)
 def test_what_is_no_bundle_is_not_touched(tmp_path, place, said):
     (tmp_path / "file").write_text("precious")
     with pytest.raises(OutputError, match=said), writing(tmp_path / place):

@@ -60,9 +60,6 @@ def test_embed_shows_the_text_and_what_was_drafted(toy):
     assert set(marks) <= {"+", "."}
     drafted = f"{marks.count('+')} of {len(marks)} tokens"
     assert summary == f"{drafted} had been drafted"
-
-
-def test_embed_needs_no_arguments():
     assert run("embed.py")[0].startswith("The robot sees ")
 
 
@@ -77,10 +74,14 @@ def drive(robot, *arguments):
     return [match[2] for match in found], summary
 
 
-def test_a_robot_in_real_time_acts_once_a_tick(robot):
-    deciders, summary = drive(robot, "--ticks", 5, "--period", 0.1)
-    assert len(deciders) == 5
+@cases("ticks, period", (5, 0.1), (4, 1e-9))
+def test_a_robot_acts_once_a_tick_and_stops_without_time(robot, ticks, period):
+    deciders, summary = drive(robot, "--ticks", ticks, "--period", period)
+    assert len(deciders) == ticks
     assert "decided by" in summary
+    if period < 1e-6:
+        assert "model" not in deciders
+        assert "'stop'" not in summary
 
 
 def test_a_robot_with_time_is_led_by_the_model_until_it_hits_a_wall(toy, robot):
@@ -89,13 +90,6 @@ def test_a_robot_with_time_is_led_by_the_model_until_it_hits_a_wall(toy, robot):
     expected[robot.WALL] = "bumper"
     assert deciders == expected
     assert summary.endswith("texts ended by {'stop': 7, 'cancelled': 1}")
-
-
-def test_a_robot_without_time_stops(robot):
-    deciders, summary = drive(robot, "--ticks", 4, "--period", 1e-9)
-    assert len(deciders) == 4
-    assert "model" not in deciders
-    assert "'stop'" not in summary
 
 
 def test_a_robot_does_not_wait_for_a_pass_that_never_ends(toy, robot, monkeypatch):
@@ -336,9 +330,11 @@ def test_a_prompt_has_a_line_for_each_function(public):
     ({"city": ["Rome"], "day": ["", "Monday"]}, {"city": "Rome"}),
     ({"city": ["Rome"], "day": ["Monday"]}, {"city": "Rome", "day": "Monday"}),
     ({"city": ["", "Rome"]}, {"city": "Rome"}),
-    ({"city": [""]}, {"city": ""}), ({"city": []}, None), ({"day": ["Monday"]}, None),
+    ({"city": [""]}, {"city": ""}),
+    ({"city": []}, None),
+    ({"day": ["Monday"]}, None),
     ({"city": ["Rome"], "hour": [1]}, None),
-)  # fmt: skip
+)
 def test_a_call_has_what_it_must_have(public, possible, arguments):
     schema = function("ask", day={"type": "string"})["parameters"]
     assert public.arguments_of(possible, schema) == arguments

@@ -16,7 +16,7 @@ from jetdraft.runtime.text.template import user_message
 from jetdraft.testing import toy_bundle
 from tests import cases, same_text
 from tests.programs import python
-from tests.tiny import exported
+from tests.tiny import exported_model
 
 FOLDER = Path(__file__).parent.parent / "examples" / "pycode"
 PROMPT = "class Queue:\n    def __init__(self, items):\n        self.items = "
@@ -33,8 +33,8 @@ SAMPLED = {"temperature": 0.8, "seed": 7}
 
 
 def made(folder, recipe="int4", **options):
-    exported(FOLDER / "target", folder / "bundle", recipe, **SIZES, **options)
-    return jetdraft.load(folder / "bundle", threads=1)
+    target, options = FOLDER / "target", {**SIZES, **options}
+    return exported_model(target, folder / "bundle", recipe, **options)
 
 
 @pytest.fixture(scope="module")
@@ -60,13 +60,10 @@ def test_many_tokens_with_every_method(pycode, temperature, seed, floor, tokens)
 
 def test_sampled_drafts_are_coupled_to_the_target(pycode):
     """Without the shared noise, agreement at T = 1 would be about half as high."""
-    rates = [
-        pycode.generate(
-            PROMPT, method="draft", num_draft_tokens=2, max_new_tokens=300,
-            temperature=1.0, seed=seed, ignore_eos=True,
-        ).stats.acceptance_rate
-        for seed in range(2)
-    ]  # fmt: skip
+    how = {"method": "draft", "num_draft_tokens": 2, "max_new_tokens": 300}
+    how |= {"temperature": 1.0, "ignore_eos": True}
+    results = [pycode.generate(PROMPT, **how, seed=seed) for seed in range(2)]
+    rates = [result.stats.acceptance_rate for result in results]
     assert sum(rates) / len(rates) >= SAMPLED_FLOOR
 
 

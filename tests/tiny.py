@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig
 
-from jetdraft.bundle import Bundle
+from jetdraft import Bundle, Model, load
 from jetdraft.checkpoints import streams
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.folder import weights_sha256
@@ -27,13 +27,12 @@ VOCAB_SIZE = 288
 WORDS = ("the", "self", "return", "import", "def", "print", "for", "range", "in")
 
 # What most configs of transformers take: 4 heads of 16 over 2 KV heads.
-SIZES: dict[str, Any] = {
-    # Larger than transformers' 0.02, so that logits are not flat.
-    "initializer_range": 0.2, "vocab_size": VOCAB_SIZE, "hidden_size": 64,
-    "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "intermediate_size": 96, "max_position_embeddings": 512,
-    "bos_token_id": None, "eos_token_id": 0, "pad_token_id": None,
-}  # fmt: skip
+SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 3}
+SIZES |= {"vocab_size": VOCAB_SIZE, "max_position_embeddings": 512}
+SIZES |= {"bos_token_id": None, "eos_token_id": 0, "pad_token_id": None}
+# Larger than transformers' 0.02, so that logits are not flat.
+SIZES |= {"initializer_range": 0.2}
 
 
 def llama_config(**changes: Any) -> LlamaConfig:
@@ -41,57 +40,50 @@ def llama_config(**changes: Any) -> LlamaConfig:
 
 
 def drafter_config(**changes: Any) -> LlamaConfig:
-    small = {
-        "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
-        "num_key_value_heads": 1, "intermediate_size": 48,
-    }  # fmt: skip
+    small = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    small |= {"num_attention_heads": 2, "num_key_value_heads": 1}
     return llama_config(**{**small, **changes})
 
 
-_THREE = {**SIZES, "num_hidden_layers": 3}
 _TWO = {**SIZES, "num_hidden_layers": 2, "head_dim": 16}
-_DELTA: dict[str, Any] = {
-    "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2,
-    "linear_num_value_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 8,
-}  # fmt: skip
+_DELTA: dict[str, Any] = {"layer_types": ["linear_attention", "full_attention"]}
+_DELTA |= {"linear_num_key_heads": 2, "linear_num_value_heads": 2}
+_DELTA |= {"linear_key_head_dim": 16, "linear_value_head_dim": 8}
 GROUPED = {**_DELTA, "linear_num_value_heads": 4}
-_MAMBA = {
-    "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 16,
-    "mamba_expand": 2,
-}  # fmt: skip
+_MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 2}
+_MAMBA |= {"mamba_d_state": 16, "mamba_expand": 2}
+_CONV = {**SIZES, "layer_types": ["conv", "full_attention", "conv"]}
+_GRANITE = {**_TWO, **_MAMBA, "layer_types": ["mamba", "attention"]}
+_NEMOTRON = {**SIZES, "mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 2}
+_NEMOTRON |= {"ssm_state_size": 16, "expand": 2, "head_dim": 16}
 
 # How a config of each family with recurrent states is made.
 HYBRIDS: dict[str, Callable[[], PreTrainedConfig]] = {
-    "lfm2": lambda: transformers.Lfm2Config(
-        **_THREE, layer_types=["conv", "full_attention", "conv"],
-        block_auto_adjust_ff_dim=False,
-    ),
+    "lfm2": lambda: transformers.Lfm2Config(**_CONV, block_auto_adjust_ff_dim=False),
     "qwen3_5": lambda: transformers.Qwen3_5TextConfig(**_TWO, **GROUPED),
     "qwen3_next": lambda: transformers.Qwen3NextConfig(
         **_TWO, **GROUPED, num_experts=0
     ),
     "olmo_hybrid": lambda: transformers.OlmoHybridConfig(**_TWO, **_DELTA),
     "bamba": lambda: transformers.BambaConfig(**_TWO, **_MAMBA, attn_layer_indices=[1]),
-    "falcon_h1": lambda: transformers.FalconH1Config(
-        **_TWO, **_MAMBA, mamba_d_ssm=128
-    ),
+    "falcon_h1": lambda: transformers.FalconH1Config(**_TWO, **_MAMBA, mamba_d_ssm=128),
     "granitemoehybrid": lambda: transformers.GraniteMoeHybridConfig(
-        **_TWO, **_MAMBA, layer_types=["mamba", "attention"], num_local_experts=0,
-        shared_intermediate_size=96,
+        **_GRANITE, num_local_experts=0, shared_intermediate_size=96
     ),
     "nemotron_h": lambda: transformers.NemotronHConfig(
-        **_THREE, layers_block_type=["mamba", "attention", "mlp"], mamba_num_heads=8,
-        mamba_head_dim=16, n_groups=2, ssm_state_size=16, expand=2, head_dim=16,
+        **_NEMOTRON, layers_block_type=["mamba", "attention", "mlp"]
     ),
-}  # fmt: skip
+}
 
-_EXPERTS: dict[str, Any] = {
-    "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48,
-}  # fmt: skip
+_CHOSEN = {"num_experts_per_tok": 2, "moe_intermediate_size": 48}
+_EXPERTS: dict[str, Any] = {"num_experts": 8, **_CHOSEN}
+_ROUTED: dict[str, Any] = {"n_routed_experts": 8, **_CHOSEN}
 _LOCAL = {**SIZES, "num_hidden_layers": 2, "num_local_experts": 6}
 _SHARED = {**_TWO, **_EXPERTS, "shared_expert_intermediate_size": 80}
 
 _KINDS = ["sliding_attention", "full_attention"]
+_WINDOWS = {"layer_types": _KINDS, "sliding_window": 8, "global_head_dim": 32}
+_WINDOWS |= {"hidden_size_per_layer_input": 0}
 
 # How a config of each family with experts is made, with sizes that all differ.
 MIXTURES: dict[str, Callable[[], PreTrainedConfig]] = {
@@ -105,60 +97,64 @@ MIXTURES: dict[str, Callable[[], PreTrainedConfig]] = {
     "mixtral": lambda: transformers.MixtralConfig(**_LOCAL),
     "phimoe": lambda: transformers.PhimoeConfig(**_LOCAL),
     "gpt_oss": lambda: transformers.GptOssConfig(
-        **_LOCAL, head_dim=16, num_experts_per_tok=2, sliding_window=16,
+        **_LOCAL, head_dim=16, num_experts_per_tok=2, sliding_window=16
     ),
     "granitemoe": lambda: transformers.GraniteMoeConfig(
         **_LOCAL, embedding_multiplier=3.0, residual_multiplier=0.5
     ),
     "glm4_moe": lambda: transformers.Glm4MoeConfig(
-        **_TWO, n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=48,
-        first_k_dense_replace=1, n_group=2, topk_group=1,
+        **_TWO, **_ROUTED, first_k_dense_replace=1, n_group=2, topk_group=1
     ),
     "ernie4_5_moe": lambda: transformers.Ernie4_5_MoeConfig(
-        **_TWO, moe_num_experts=8, moe_k=2, moe_intermediate_size=48,
+        **_TWO,
+        moe_num_experts=8,
+        moe_k=2,
+        moe_intermediate_size=48,
         moe_num_shared_experts=1,
     ),
     "lfm2_moe": lambda: transformers.Lfm2MoeConfig(
-        **_THREE, **_EXPERTS, layer_types=["conv", "full_attention", "conv"],
-        num_dense_layers=1,
+        **_CONV, **_EXPERTS, num_dense_layers=1
     ),
     "qwen3_next": lambda: transformers.Qwen3NextConfig(**_SHARED, **GROUPED),
     "qwen3_5_moe": lambda: transformers.Qwen3_5MoeTextConfig(**_SHARED, **GROUPED),
     "granitemoehybrid": lambda: transformers.GraniteMoeHybridConfig(
-        **_TWO, **_MAMBA, layer_types=["mamba", "attention"], num_local_experts=6,
-        num_experts_per_tok=2, shared_intermediate_size=80,
+        **_GRANITE,
+        num_local_experts=6,
+        num_experts_per_tok=2,
+        shared_intermediate_size=80,
     ),
     "gemma4": lambda: transformers.Gemma4TextConfig(
-        **_TWO, **_EXPERTS, enable_moe_block=True, top_k_experts=2, sliding_window=8,
-        global_head_dim=32, layer_types=_KINDS, hidden_size_per_layer_input=0,
+        **_TWO, **_EXPERTS, **_WINDOWS, enable_moe_block=True, top_k_experts=2
     ),
     "nemotron_h": lambda: transformers.NemotronHConfig(
-        **_THREE, layers_block_type=["mamba", "attention", "moe"], mamba_num_heads=8,
-        mamba_head_dim=16, n_groups=2, ssm_state_size=16, expand=2, head_dim=16,
-        n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=48,
-        moe_shared_expert_intermediate_size=80, n_group=1, topk_group=1,
+        **_NEMOTRON,
+        **_ROUTED,
+        layers_block_type=["mamba", "attention", "moe"],
+        moe_shared_expert_intermediate_size=80,
+        n_group=1,
+        topk_group=1,
     ),
-}  # fmt: skip
-_OF_LAYERS: dict[str, Any] = {
-    **{**SIZES, "num_hidden_layers": 6, "head_dim": 16, "final_logit_softcapping": 1.0},
-    "layer_types": _KINDS * 3, "sliding_window": 8, "num_kv_shared_layers": 2,
-    "hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": VOCAB_SIZE,
-}  # fmt: skip
+}
+_OF_LAYERS: dict[str, Any] = {**SIZES, "num_hidden_layers": 6, "head_dim": 16}
+_OF_LAYERS |= {"layer_types": _KINDS * 3, "sliding_window": 8}
+_OF_LAYERS |= {"num_kv_shared_layers": 2, "final_logit_softcapping": 1.0}
+_OF_LAYERS |= {"vocab_size_per_layer_input": VOCAB_SIZE}
+_OF_LAYERS |= {"hidden_size_per_layer_input": 32}
 _VALUES_OF_KEYS = {"attention_k_eq_v": True, "num_global_key_value_heads": 1}
+# Its last tokens have no embeddings, and read the embeddings of token 0.
+_OF_GEMMA3N = {**_OF_LAYERS, "vocab_size_per_layer_input": VOCAB_SIZE - 40}
+_OF_GEMMA3N |= {"activation_sparsity_pattern": [0.5, 0.0] * 3, "laurel_rank": 8}
+_UNIFIED = {**_OF_LAYERS, **_VALUES_OF_KEYS, "global_head_dim": 32}
+_UNIFIED |= {"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0}
 SHARING: dict[str, Callable[[], PreTrainedConfig]] = {
-    # Its last tokens have no embeddings, and read the embeddings of token 0.
     "gemma3n": lambda: transformers.Gemma3nTextConfig(
-        **{**_OF_LAYERS, "vocab_size_per_layer_input": VOCAB_SIZE - 40},
-        activation_sparsity_pattern=[0.5, 0.0] * 3, altup_num_inputs=3, laurel_rank=8,
+        **_OF_GEMMA3N, altup_num_inputs=3
     ),
     "gemma4": lambda: transformers.Gemma4TextConfig(
         **_OF_LAYERS, global_head_dim=32, use_double_wide_mlp=True
     ),
-    "gemma4, values of keys": lambda: transformers.Gemma4UnifiedTextConfig(
-        **{**_OF_LAYERS, "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0},
-        **_VALUES_OF_KEYS, global_head_dim=32,
-    ),
-}  # fmt: skip
+    "gemma4, values of keys": lambda: transformers.Gemma4UnifiedTextConfig(**_UNIFIED),
+}
 """How configs are made of models with windows, whose last layers share the keys and
 values of earlier layers, or whose layers have heads of two sizes."""
 
@@ -188,28 +184,21 @@ def save_assistant(folder: Path, target: Any, seed: int = 5) -> str:
     return str(save_checkpoint(folder, config, seed, tokenizer=False))
 
 
-def save_streams(folder: Path, settings: streams.StreamSettings, seed: int = 0) -> Path:
+Probes = streams.StreamSettings | streams.PromptSettings
+
+
+def save_probes(folder: Path, settings: Probes, seed: int = 0) -> Path:
+    """Random streams or prompt tokens of a checkpoint, beside it."""
     model = Checkpoint.load(str(folder), torch.float32).model
     settings = replace(settings, base=weights_sha256(folder))
     torch.manual_seed(seed)
-    streams.add_adapters(model, settings)
-    streamed = streams.StreamedModel(
-        model, streams.Streams(settings, model.config.hidden_size)
-    )
-    weights = {
-        name: torch.randn_like(weight) * 0.2 for name, weight in streamed.task.items()
-    }
-    save_file(weights, folder / streams.WEIGHTS)
-    (folder / streams.SETTINGS).write_text(json.dumps(asdict(settings)))
-    return folder
-
-
-def save_prompts(folder: Path, settings: streams.PromptSettings, seed: int = 0) -> Path:
-    model = Checkpoint.load(str(folder), torch.float32).model
-    settings = replace(settings, base=weights_sha256(folder))
-    torch.manual_seed(seed)
-    prompted = streams.PromptedModel(model, streams.Prompts.empty(settings, model))
-    weights = {n: torch.randn_like(w) * 0.2 for n, w in prompted.task.items()}
+    if isinstance(settings, streams.PromptSettings):
+        probed = streams.PromptedModel(model, streams.Prompts.empty(settings, model))
+    else:
+        streams.add_adapters(model, settings)
+        own = streams.Streams(settings, model.config.hidden_size)
+        probed = streams.StreamedModel(model, own)
+    weights = {n: torch.randn_like(w) * 0.2 for n, w in probed.task.items()}
     save_file(weights, folder / streams.WEIGHTS)
     (folder / streams.SETTINGS).write_text(json.dumps(asdict(settings)))
     return folder
@@ -263,6 +252,13 @@ def exported(
     settings = ExportOptions(*recipes, **{**sizes, **options})
     own, beside = (str(path) if path else None for path in (drafter, head))
     return export(str(source), output, own, settings, head=beside)
+
+
+def exported_model(
+    source: str | Path, output: Path, *more: Any, **options: Any
+) -> Model:
+    """The model of a bundle that is exported with these options."""
+    return load(exported(source, output, *more, **options).path, threads=1)
 
 
 def refused(

@@ -33,10 +33,8 @@ STEP = 10_000.0
 VOCABULARY, CAPACITY = 384, 192
 # Tokens whose id is a multiple of it are outside of the draft vocabulary.
 LEFT_OUT = 5
-COMMON = {
-    "vocab_size": VOCABULARY, "capacity": CAPACITY, "max_width": 32, "dtype": "float32",
-    "kv_shapes": ((1, SIZE),),
-}  # fmt: skip
+COMMON = {"vocab_size": VOCABULARY, "capacity": CAPACITY, "max_width": 32}
+COMMON |= {"dtype": "float32", "kv_shapes": ((1, SIZE),)}
 TARGET_CONTRACT = StepContract(**COMMON, feature_size=WIDTH)
 IDS = np.array([i for i in range(VOCABULARY) if i % LEFT_OUT])
 HEAD_CONTRACT = StepContract(
@@ -102,14 +100,12 @@ def _entry(
         files = [files[0], None, None]
     else:
         ir.save(make_compaction_graph(contract), folder / files[2])
-    vocabulary_file = None
+    facts = contract, {"scheme": "none"}, name, 1000
+    own = {}
     if contract.draft_vocab:
-        vocabulary_file = f"{name}-vocabulary.npy"
-        np.save(folder / vocabulary_file, IDS)
-    return GraphEntry(
-        files[0], contract, {"scheme": "none"}, name, 1000, *files[1:],
-        vocabulary_file=vocabulary_file,
-    )  # fmt: skip
+        own["vocabulary_file"] = f"{name}-vocabulary.npy"
+        np.save(folder / own["vocabulary_file"], IDS)
+    return GraphEntry(files[0], *facts, *files[1:], **own)
 
 
 def write_graph(file: Path, contract: StepContract, logits: np.ndarray) -> None:
@@ -281,12 +277,12 @@ def respelled(bundle: Path, output: Path, tokenizer: Tokenizer) -> Path:
 
 def streamed_bundle(folder: Path) -> Path:
     from jetdraft.checkpoints.streams import StreamSettings
-    from tests.tiny import exported, llama_config, save_checkpoint, save_streams
+    from tests.tiny import exported, llama_config, save_checkpoint, save_probes
 
     checkpoint = folder.with_name(f"{folder.name}-checkpoint")
     save_checkpoint(checkpoint, llama_config(num_hidden_layers=2))
     settings = StreamSettings(gamma=3, layers=1, lora_rank=4, prune_rank=2)
-    save_streams(checkpoint, settings, seed=0)
+    save_probes(checkpoint, settings, seed=0)
     exported(checkpoint, folder, capacity=160)
     return folder
 

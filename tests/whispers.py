@@ -28,20 +28,17 @@ SETTINGS = {
     "suppress_tokens": [7, 9, 11, START],
     "begin_suppress_tokens": [13, END],
 }
-MULTILINGUAL = {
-    **SETTINGS, "lang_to_id": LANGUAGES, "task_to_id": TASKS, "is_multilingual": True,
-}  # fmt: skip
+MULTILINGUAL = {**SETTINGS, "lang_to_id": LANGUAGES, "task_to_id": TASKS}
+MULTILINGUAL |= {"is_multilingual": True}
 
 
 def config(**changes: object) -> WhisperConfig:
-    fields = {
-        "vocab_size": TOKENS, "num_mel_bins": 80, "d_model": 64, "init_std": 0.2,
-        "encoder_layers": 2, "encoder_attention_heads": 4, "encoder_ffn_dim": 96,
-        "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 96,
-        "max_source_positions": SLOTS, "max_target_positions": 64,
-        "decoder_start_token_id": START,
-        "eos_token_id": END, "bos_token_id": END, "pad_token_id": END,
-    }  # fmt: skip
+    fields = {"vocab_size": TOKENS, "num_mel_bins": 80, "d_model": 64, "init_std": 0.2}
+    fields |= {"encoder_layers": 2, "encoder_attention_heads": 4, "encoder_ffn_dim": 96}
+    fields |= {"decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 96}
+    fields |= {"max_source_positions": SLOTS, "max_target_positions": 64}
+    fields |= {"decoder_start_token_id": START, "eos_token_id": END}
+    fields |= {"bos_token_id": END, "pad_token_id": END}
     return WhisperConfig(**fields | changes)
 
 

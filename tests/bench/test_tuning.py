@@ -8,6 +8,7 @@ import jetdraft
 from jetdraft.bench import tuning
 from jetdraft.bench.tuning import count_steps, tune
 from jetdraft.runtime import loaded
+from tests import cases
 
 TUNED = "profiles/cpu-1-tuning.json"
 
@@ -78,12 +79,15 @@ def test_a_damaged_profile_is_left_out(own, content):
     assert "lookup" not in model.parts.curve.drafts
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [("passes", {"1": 0.0, "2": 0.0}), ("passes", {"1": 1e12}),
-     ("passes", {"1": float("nan")}), ("passes", {}), ("drafts", {"lookup": -100.0}),
-     ("compaction", -1.0)],
-)  # fmt: skip
+PASSES = ({"1": 0.0, "2": 0.0}, {"1": 1e12}, {"1": float("nan")}, {})
+
+
+@cases(
+    "field, value",
+    *(("passes", value) for value in PASSES),
+    ("drafts", {"lookup": -100.0}),
+    ("compaction", -1.0),
+)
 def test_times_that_cannot_be_are_left_out(own, field, value):
     stored = json.loads((own / TUNED).read_text())
     stored["curve"]["trees"] = {}

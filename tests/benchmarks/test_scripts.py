@@ -27,21 +27,17 @@ from jetdraft.methods.kangaroo.task import KangarooTask
 from jetdraft.train import blocks, data, teacher
 from jetdraft.train.prompts import prompt_logits
 from tests import cases
-from tests.tiny import llama_config, save_checkpoint, save_prompts
+from tests.tiny import llama_config, save_checkpoint, save_probes
 
 TASK = {
     "prompt": "def double(x):\n",
     "entry_point": "double",
     "test": "def check(f):\n    assert f(3) == 6\n",
 }
-SIZES = {
-    "--hidden-size": 256, "--layers": 5, "--heads": 16, "--kv-heads": 8,
-    "--intermediate-size": 416,
-}  # fmt: skip
-TASKS = {
-    "kangaroo": KangarooTask, "glide": GlideTask, "chimera": ChimeraTask,
-    "falcon": FalconTask,
-}  # fmt: skip
+SIZES = {"--hidden-size": 256, "--layers": 5, "--heads": 16, "--kv-heads": 8}
+SIZES |= {"--intermediate-size": 416}
+TASKS = {"kangaroo": KangarooTask, "glide": GlideTask, "chimera": ChimeraTask}
+TASKS |= {"falcon": FalconTask}
 
 
 @pytest.fixture
@@ -102,10 +98,13 @@ def test_never_slower_measures_three_workloads(measured, monkeypatch):
 
 @cases(
     "one, other, score",
-    ([1, 2, 3], [1, 2, 3], 1.0), ([1, 2, 3, 4], [1, 3, 4, 9], 0.75),
-    ([3, 2, 1], [1, 2, 3], 1 / 3), ([1, 2], [1, 2, 3, 4], 4 / 6), ([], [1], 0.0),
+    ([1, 2, 3], [1, 2, 3], 1.0),
+    ([1, 2, 3, 4], [1, 3, 4, 9], 0.75),
+    ([3, 2, 1], [1, 2, 3], 1 / 3),
+    ([1, 2], [1, 2, 3, 4], 4 / 6),
+    ([], [1], 0.0),
     ([], [], 1.0),
-)  # fmt: skip
+)
 def test_rouge_l_is_the_f1_of_the_longest_common_subsequence(one, other, score):
     assert rouge_l(one, other) == pytest.approx(score)
     assert rouge_l(other, one) == pytest.approx(score)
@@ -213,7 +212,7 @@ def enlarged(small: Path, large: Path, *options: object) -> Path:
 )
 def test_enlarged_probes_say_the_same(settings, tmp_path):
     small = save_checkpoint(tmp_path / "small", llama_config())
-    save_prompts(small, settings)
+    save_probes(small, settings)
     big = enlarged(small, tmp_path / "large", "--lowest", 1)
     expected = said_by_probes(small)
     assert expected.std() > 0.5

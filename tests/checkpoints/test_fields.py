@@ -25,7 +25,7 @@ from jetdraft.checkpoints.gguf_fields import FILE_FIELDS as GGUF_FILE
 from jetdraft.checkpoints.gguf_fields import MODEL_FIELDS as GGUF_MODEL
 from jetdraft.checkpoints.model_reader import load_tokenizer
 from jetdraft.server.generation_request import GenerationRequest
-from tests import cases, documents, ggufs, manifests, tiny
+from tests import cases, documents, edit_json, edit_manifest, ggufs, tiny
 from tests.programs import jetdraft as command
 from tests.sources import CONFIGS
 from tests.sources import save as save_source
@@ -42,17 +42,20 @@ TABLES = {
 """The tables of the page, by the heads of their first columns."""
 TEXT = "def the <|endoftext|> self .\nreturn 12"
 TOKEN = {"content": "def", "special": False, "normalized": False}
-TOKENIZER_FIELDS = {
-    "add_bos_token": True, "add_eos_token": True, "add_prefix_space": True,
+TOKENIZER_FIELDS = dict.fromkeys(("add_bos_token", "add_eos_token"), True)
+TOKENIZER_FIELDS |= {"add_prefix_space": True, "split_special_tokens": True}
+TOKENIZER_FIELDS |= {"clean_up_tokenization_spaces": True, "do_lower_case": True}
+TOKENIZER_FIELDS |= {"spaces_between_special_tokens": False, "legacy": False}
+TOKENIZER_FIELDS |= {"bos_token": "<|endoftext|>", "eos_token": "self"}
+TOKENIZER_FIELDS |= {
     "added_tokens_decoder": {"70": TOKEN | {"lstrip": True, "rstrip": False}},
-    "additional_special_tokens": ["self"], "bos_token": "<|endoftext|>",
-    "chat_template": "{{ messages }}", "clean_up_tokenization_spaces": True,
-    "do_lower_case": True, "eos_token": "self",
-    "extra_special_tokens": {"image_token": "self"}, "legacy": False,
-    "model_max_length": 4, "padding_side": "left",
-    "spaces_between_special_tokens": False, "split_special_tokens": True,
-    "truncation_side": "left", "use_default_system_prompt": True,
-}  # fmt: skip
+    "additional_special_tokens": ["self"],
+    "extra_special_tokens": {"image_token": "self"},
+    "chat_template": "{{ messages }}",
+    "model_max_length": 4,
+    "use_default_system_prompt": True,
+    **dict.fromkeys(("padding_side", "truncation_side"), "left"),
+}
 _FOR_BPE = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
 LLAMA = {"do_sample": True, "temperature": 0.6, "top_p": 0.9}
 QWEN = {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "repetition_penalty": 1.05}
@@ -96,19 +99,17 @@ def test_what_transformers_does_by_itself_is_no_reason_to_warn(tmp_path):
         assert GenerationFields.read(source).passed_over(True, False) == ()
 
 
-# fmt: off
-WARNED_OF = {
-    "num_beams": 4, "no_repeat_ngram_size": 3, "encoder_no_repeat_ngram_size": 3,
-    "encoder_repetition_penalty": 1.2, "min_length": 5, "min_new_tokens": 5,
-    "max_length": 400, "max_new_tokens": 20, "max_time": 2.0, "guidance_scale": 1.5,
-    "exponential_decay_length_penalty": [5, 1.1], "forced_bos_token_id": 5,
-    "forced_eos_token_id": 5, "begin_suppress_tokens": [5], "penalty_alpha": 0.6,
-    "bad_words_ids": [[5, 6], [7]], "sequence_bias": [[[5], 1.0]], "constraints": [5],
-    "watermarking_config": {"bias": 2.0}, "token_healing": True, "dola_layers": "high",
-    "force_words_ids": [[5]], "typical_p": 0.9, "top_h": 0.4, "epsilon_cutoff": 3e-4,
-    "eta_cutoff": 3e-4,
-}
-# fmt: on
+WARNED_OF = {"num_beams": 4, "no_repeat_ngram_size": 3, "penalty_alpha": 0.6}
+WARNED_OF |= {"encoder_no_repeat_ngram_size": 3, "encoder_repetition_penalty": 1.2}
+WARNED_OF |= {"min_length": 5, "min_new_tokens": 5, "max_length": 400, "max_time": 2.0}
+WARNED_OF |= {"max_new_tokens": 20, "exponential_decay_length_penalty": [5, 1.1]}
+WARNED_OF |= {"forced_bos_token_id": 5, "forced_eos_token_id": 5}
+WARNED_OF |= {"begin_suppress_tokens": [5], "bad_words_ids": [[5, 6], [7]]}
+WARNED_OF |= {"force_words_ids": [[5]], "sequence_bias": [[[5], 1.0]]}
+WARNED_OF |= {"constraints": [5], "watermarking_config": {"bias": 2.0}}
+WARNED_OF |= {"token_healing": True, "dola_layers": "high", "guidance_scale": 1.5}
+WARNED_OF |= {"epsilon_cutoff": 3e-4, "eta_cutoff": 3e-4}
+WARNED_OF |= {"typical_p": 0.9, "top_h": 0.4}
 
 
 @pytest.mark.parametrize("name", [*WARNED_OF, "a_field_of_next_year"])
@@ -144,9 +145,7 @@ def settled(tmp_path_factory):
     source = tiny.save_checkpoint(folder / "checkpoint", tiny.drafter_config())
     fields = {"do_sample": True, **QWEN, "eos_token_id": [0, 3, 4]}
     (source / FILE).write_text(json.dumps(fields | {"no_repeat_ngram_size": 2}))
-    config = json.loads((source / "tokenizer_config.json").read_text())
-    config["image_token"] = "<|endoftext|>"
-    (source / "tokenizer_config.json").write_text(json.dumps(config))
+    edit_json(source / "tokenizer_config.json", image_token="<|endoftext|>")
     # Tokens that the text has without the settings, so that they change it.
     with pytest.warns(UserWarning, match="passed over: .* no_repeat_ngram_size 2: "):
         tiny.exported(source, folder / "free")
@@ -205,18 +204,15 @@ def test_check_shows_what_is_honoured_and_what_is_passed_over(settled):
 def test_a_bundle_without_the_record_still_opens(settled, tmp_path):
     _, folder, _ = settled
     old = shutil.copytree(folder / "free", tmp_path / "old")
-    fields = manifests.read(old)
-    del fields["passed_over"]
-    manifests.write(old, fields)
+    edit_manifest(old, passed_over=...)
     assert Bundle.open(old).passed_over == ()
 
 
 def test_an_encoder_decoders_settings_may_lie_in_config_json(tmp_path):
     save_source(tmp_path, CONFIGS["marian"])
     (tmp_path / FILE).unlink()
-    config = json.loads((tmp_path / "config.json").read_text())
     settings = {"num_beams": 4, "bad_words_ids": [[1]], "forced_bos_token_id": 7}
-    (tmp_path / "config.json").write_text(json.dumps(config | settings))
+    edit_json(tmp_path / "config.json", **settings)
     found = Checkpoint.load(str(tmp_path), torch.float32)
     assert found.generation == {"logit_bias": {1: -1e30}}
     assert [line.split()[1] for line in found.passed_over] == ["num_beams"]
@@ -236,7 +232,7 @@ def test_a_request_cannot_bring_back_what_is_never_written():
 def test_stop_texts_of_the_checkpoint_count_unless_flags_give_others(settled, tmp_path):
     _, folder, _ = settled
     bundle = shutil.copytree(folder / "free", tmp_path / "bundle")
-    manifests.edit(bundle, generation={})
+    edit_manifest(bundle, generation={})
 
     def text(*more):
         how = ["-n", 20, "--ignore-eos", "--repetition-penalty", 2, "--json"]
@@ -245,7 +241,7 @@ def test_stop_texts_of_the_checkpoint_count_unless_flags_give_others(settled, tm
 
     whole = text()
     first, second = [letter for letter in dict.fromkeys(whole) if letter.isalpha()][1:3]
-    manifests.edit(bundle, generation={"stop": [second]})
+    edit_manifest(bundle, generation={"stop": [second]})
     assert text() == whole[: whole.index(second)]
     assert text("--stop", first) == whole[: whole.index(first)]
 
@@ -275,9 +271,8 @@ def test_truncation_and_padding_of_a_training_are_reset(tmp_path):
 @pytest.mark.filterwarnings("ignore")
 def test_ids_and_texts_are_those_of_transformers(tmp_path, name):
     tiny.save_tokenizer(tmp_path)
-    file = tmp_path / "tokenizer_config.json"
-    changed = json.loads(file.read_text()) | {name: TOKENIZER_FIELDS[name]}
-    file.write_text(json.dumps(changed))
+    changed = {name: TOKENIZER_FIELDS[name]}
+    edit_json(tmp_path / "tokenizer_config.json", **changed)
     expected = AutoTokenizer.from_pretrained(tmp_path)
     found = Tokenizer.from_str(load_tokenizer(str(tmp_path)).backend_tokenizer.to_str())
     ids = expected(TEXT).input_ids
@@ -308,8 +303,7 @@ CLEANS = {"clean_up_tokenization_spaces": True}
 )
 def test_settings_that_no_tokenizer_json_has_are_warned_of(tmp_path, field, said):
     tiny.save_checkpoint(tmp_path, tiny.drafter_config())
-    file = tmp_path / "tokenizer_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | field))
+    edit_json(tmp_path / "tokenizer_config.json", **field)
     found = Checkpoint.load(str(tmp_path), torch.float32).passed_over
     assert len(found) == (said is not None)
     assert all(line.startswith(f"tokenizer_config.json: {said}") for line in found)
@@ -372,11 +366,11 @@ def test_a_key_that_no_model_computes_with_is_refused(tmp_path, name, row):
 
 
 def test_keys_that_are_not_honoured_are_warned_of(tmp_path):
-    fields = {
-        "general.sampling.xtc_probability": 0.5, "general.sampling.penalty_repeat": 1.0,
-        "llama.next_years_field": 5, "tokenizer.ggml.next_year": "x",
-        "quantize.imatrix.file": "calibration.dat", "another_program.version": "5",
-    }  # fmt: skip
+    fields = {"general.sampling.xtc_probability": 0.5}
+    fields |= {"general.sampling.penalty_repeat": 1.0, "llama.next_years_field": 5}
+    fields |= {"tokenizer.ggml.next_year": "x"}
+    fields |= {"quantize.imatrix.file": "calibration.dat"}
+    fields |= {"another_program.version": "5"}
     lines, _ = read(tmp_path / "a.gguf", fields)
     assert [line.split()[1] for line in lines] == [
         "general.sampling.xtc_probability",

@@ -87,8 +87,8 @@ def test_experts_keep_their_types(name, tmp_path):
     # Routers see rounded rows.
     assert np.corrcoef(logits.ravel(), expected.ravel())[0, 1] > 0.99
     graph = onnx.load(tmp_path / "bundle" / "target.onnx", load_external_data=False)
-    types = [GRIDS[a.i] for n in graph.graph.node if n.op_type == "MatMulExperts"
-             for a in n.attribute if a.name == "format"]  # fmt: skip
+    nodes = [node for node in graph.graph.node if node.op_type == "MatMulExperts"]
+    types = [GRIDS[a.i] for n in nodes for a in n.attribute if a.name == "format"]
     assert set(types) == {"Q8_0" if kind == Type.F16 else kind.name}
     how = {"kernel": "onnxruntime", "recipe": "int8"}
     tiny.refused(jetdraft.JetdraftError, "types hold experts", file, **how)
@@ -114,17 +114,12 @@ def logits_of(model):
         return model(torch.tensor([IDS]), use_cache=False).logits[0].numpy()
 
 
-def test_the_model_is_the_one_that_was_written(case):
-    written, _ = case
-    found = logits_of(Checkpoint.load(str(written.path), torch.float32).model)
-    expected = logits_of(written.model)
-    exact = not {kind.name[-1] for kind in written.types.values()} & {"1", "K"}
-    assert (found - expected).std() < (0.002 if exact else 0.06) * expected.std()
-
-
-def test_the_bundle_computes_what_the_file_stands_for(case):
+def test_the_model_and_the_bundle_are_what_was_written(case):
     written, bundle = case
     expected = logits_of(written.model)
+    found = logits_of(Checkpoint.load(str(written.path), torch.float32).model)
+    exact = not {kind.name[-1] for kind in written.types.values()} & {"1", "K"}
+    assert (found - expected).std() < (0.002 if exact else 0.06) * expected.std()
     with jetdraft.load(bundle) as model:
         found = model.parts.target.run(IDS).logits
     assert np.corrcoef(found.ravel(), expected.ravel())[0, 1] > 0.999
@@ -199,15 +194,11 @@ def test_a_head_of_its_own_stays_one(tmp_path):
     assert found.packed.forms["model.embed_tokens.weight"] == "Q4_0 exact"
 
 
-def test_a_file_of_floats_is_a_checkpoint_of_floats(tmp_path):
-    written = write_gguf(tmp_path / "model.gguf", SMALL, one(Type.F16))
-    found = Checkpoint.load(str(written.path), torch.float32)
+def test_a_file_of_floats_is_a_checkpoint_of_floats_and_gets_a_recipe(tmp_path):
+    file = write_gguf(tmp_path / "model.gguf", SMALL, one(Type.F16)).path
+    found = Checkpoint.load(str(file), torch.float32)
     assert found.packed is None
     assert found.model.get_parameter(Q).dtype == torch.float16
-
-
-def test_a_file_of_floats_gets_a_recipe(tmp_path):
-    file = write_gguf(tmp_path / "model.gguf", SMALL, one(Type.F16)).path
     result = succeed("export", file, "-o", tmp_path / "bundle", *SMALL_BUFFERS)
     assert re.search(r"^target: q\d\S+, KL 0\.", result.stderr, re.MULTILINE)
 
@@ -229,11 +220,9 @@ def test_the_export_says_what_was_kept(tmp_path, kernel, form, rest):
     assert f"7 matrices kept (6 Q4_K {form}, 1 Q6_K exact)" in shown
 
 
-LLAMA3 = {
-    "rope_type": "llama3", "rope_theta": 500000.0, "factor": 32.0,
-    "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}  # fmt: skip
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 32.0}
+LLAMA3 |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 |= {"original_max_position_embeddings": 8192}
 
 
 def rotations(factors):
@@ -588,9 +577,8 @@ def test_an_end_inside_of_a_turn_is_shown():
 
 def test_a_file_may_ask_for_an_end_behind_each_text():
     field = fields_of(["<s>"], CONTROL, bos_token_id=6, eos_token_id=0)
-    for begins, ends, expected in (
-        (True, True, [6, 1, 0]), (False, True, [1, 0]), (None, False, [1])
-    ):  # fmt: skip
+    asks = (True, True, [6, 1, 0]), (False, True, [1, 0]), (None, False, [1])
+    for begins, ends, expected in asks:
         field["tokenizer.ggml.add_bos_token"] = begins
         field["tokenizer.ggml.add_eos_token"] = ends
         assert built(field).encode("b").ids == expected

@@ -276,11 +276,18 @@ def test_symmetric_ones_have_no_zeros_and_a_standard_graph(base, tmp_path):
     assert np.abs(logits - eager_logits(base)).max() < 0.05 * np.abs(logits).max()
 
 
-def test_a_standard_graph_has_no_zeros(base, tmp_path):
+def test_a_standard_graph_has_no_zeros_and_a_limit_nothing_to_raise(base, tmp_path):
     quantize(base, *FORMATS["gptq"])
-    with pytest.raises(OptionError, match="has zero points"):
-        export(str(base), tmp_path / "bundle", options=quick(flavour="standard"))
-    assert not (tmp_path / "bundle").exists()
+    (tmp_path / "text.txt").write_text("def f(self):\n    return self.x\n" * 30)
+    limited = ExportOptions(calibration=tmp_path / "text.txt", limit=Limit(max_kl=1.0))
+    standard = quick(flavour="standard")
+    for options, said in (
+        (standard, "has zero points"),
+        (limited, "cannot get more bits"),
+    ):
+        with pytest.raises(OptionError, match=said):
+            export(str(base), tmp_path / "bundle", options=options)
+        assert not (tmp_path / "bundle").exists()
 
 
 def test_a_scale_per_output_becomes_blocks_with_the_same_scale(base):
@@ -345,14 +352,6 @@ def test_the_ends_of_text_are_those_of_the_generation_config(base):
     quantize(base, *FORMATS["gptq"])
     (base / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, 7]}))
     assert Checkpoint.load(str(base), torch.float32).eos_token_ids == (0, 7)
-
-
-def test_a_limit_has_nothing_to_raise(base, tmp_path):
-    quantize(base, *FORMATS["gptq"])
-    (tmp_path / "text.txt").write_text("def f(self):\n    return self.x\n" * 30)
-    options = ExportOptions(calibration=tmp_path / "text.txt", limit=Limit(max_kl=1.0))
-    with pytest.raises(OptionError, match="cannot get more bits"):
-        export(str(base), tmp_path / "bundle", None, options)
 
 
 @cases(

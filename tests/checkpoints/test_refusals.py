@@ -14,7 +14,7 @@ from jetdraft.checkpoints.refusals import check_kinds, check_unread
 from jetdraft.errors import CheckpointError, UnsupportedModelError, reason_of
 from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.recipe import Recipe
-from tests import cases
+from tests import cases, edit_json
 from tests.checkpoints.heads import layouts
 from tests.tiny import SIZES, llama_config, save_checkpoint
 
@@ -57,10 +57,7 @@ SENTENCE = "The checkpoint has model type `nonsense`, which is not known"
 
 def test_a_config_with_fewer_layers_than_its_weights(tmp_path):
     folder = save_checkpoint(tmp_path / "c", llama_config(num_hidden_layers=3))
-    file = folder / "config.json"
-    fields = json.loads(file.read_text())
-    fields.pop("layer_types", None)
-    file.write_text(json.dumps(fields | {"num_hidden_layers": 2}))
+    edit_json(folder / "config.json", layer_types=..., num_hidden_layers=2)
     with pytest.raises(CheckpointError, match=r"layers\.2\..*describes 2 such layers"):
         Checkpoint.load(str(folder), torch.float32)
 
@@ -120,9 +117,11 @@ def test_fields_of_parts_that_a_model_lacks_refuse_nothing(tmp_path):
     config.save_pretrained(tmp_path / "llama")
     check_exportable(str(tmp_path / "llama"))
     config = GraniteMoeHybridConfig(
-        **{**SIZES, "num_hidden_layers": 1}, num_local_experts=0,
-        layer_types=["attention"], shared_intermediate_size=96,
-    )  # fmt: skip
+        **{**SIZES, "num_hidden_layers": 1},
+        num_local_experts=0,
+        layer_types=["attention"],
+        shared_intermediate_size=96,
+    )
     folder = save_checkpoint(tmp_path / "granite", config)
     export(str(folder), tmp_path / "bundle", options=QUICK)
 

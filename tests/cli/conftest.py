@@ -5,7 +5,7 @@ import pytest
 
 import jetdraft
 from jetdraft.cli import console
-from tests import manifests
+from tests import read_manifest, write_manifest
 
 
 @pytest.fixture(scope="session")
@@ -29,10 +29,10 @@ def copied_bundle(bundle: Path, tmp_path: Path) -> Path:
 @pytest.fixture(scope="session")
 def lone_bundle(bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     copy = shutil.copytree(bundle, tmp_path_factory.mktemp("lone") / "bundle")
-    manifest = manifests.read(copy)
+    manifest = read_manifest(copy)
     del manifest["graphs"]["drafter"]
     for file in copy.glob("drafter*"):
         file.unlink()
         del manifest["files"][file.name]
-    manifests.write(copy, manifest)
+    write_manifest(copy, manifest)
     return copy

@@ -118,14 +118,6 @@ def test_what_was_not_measured_is_a_dash(lone_bundle, tmp_path, prompt):
     assert json.loads((tmp_path / "out").read_text())["rows"][0]["speedup"] is None
 
 
-def test_prompts_may_hold_any_line_separator(lone_bundle, tmp_path):
-    file = tmp_path / "prompts.jsonl"
-    line = json.dumps({"prompt": "one\u2028two"}, ensure_ascii=False)
-    file.write_text(line + "\n", encoding="utf-8")
-    flags = ("--methods=none", "--max-new-tokens=2", "--repeats=1", "--threads=1")
-    succeed("bench", lone_bundle, "--prompts", file, *flags)
-
-
 def test_a_file_that_is_no_report_is_kept(bundle, tmp_path):
     for name, text in (("notes", "precious"), ("bundle.json", '{"schema": 4}')):
         (tmp_path / name).write_text(text)
@@ -134,24 +126,22 @@ def test_a_file_that_is_no_report_is_kept(bundle, tmp_path):
         assert (tmp_path / name).read_text() == text
 
 
-def test_a_report_is_written_through_a_link(lone_bundle, tmp_path):
+def test_a_report_is_written_through_a_link_and_is_the_json_on_stdout(
+    lone_bundle, tmp_path
+):
+    """The text of a prompt may hold any line separator."""
     report, link = tmp_path / "real.json", tmp_path / "link.json"
     report.write_text('{"rows": []}')
     link.symlink_to(report)
-    few = ("--methods=none", "-n", "2", "--repeats=1", "-t", "1")
-    assert jetdraft("bench", lone_bundle, "-o", link, *few).exit_code == 0
-    assert link.is_symlink()
-    fields = json.loads(report.read_text())
-    assert fields["rows"]
-    assert (fields["options"]["temperature"], fields["options"]["seed"]) == (0.0, 0)
-
-
-def test_json_is_one_object_on_stdout(lone_bundle, tmp_path):
+    line = json.dumps({"prompt": "one\u2028two"}, ensure_ascii=False)
+    (tmp_path / "prompts.jsonl").write_text(f"{line}\n", encoding="utf-8")
     flags = ("--methods=none", "-n", "2", "--repeats=1", "-t", "1", "--json")
-    result = succeed("bench", lone_bundle, *flags, "-o", tmp_path / "out")
-    report = json.loads(result.stdout)
-    assert [row["method"] for row in report["rows"]] == ["none", "none"]
-    assert json.loads((tmp_path / "out").read_text()) == report
+    given = ("--prompts", tmp_path / "prompts.jsonl", "-o", link)
+    fields = json.loads(succeed("bench", lone_bundle, *flags, *given).stdout)
+    assert link.is_symlink()
+    assert json.loads(report.read_text()) == fields
+    assert [row["method"] for row in fields["rows"]] == ["none", "none"]
+    assert (fields["options"]["temperature"], fields["options"]["seed"]) == (0.0, 0)
 
 
 def test_energy_is_measured_where_there_are_monitors(bundle, tmp_path, monkeypatch):

@@ -16,7 +16,14 @@ import pytest
 
 import jetdraft as package
 from tests import whispers
-from tests.programs import INTERRUPTIBLE, assert_refused, jetdraft, several, succeed
+from tests.programs import (
+    INTERRUPTIBLE,
+    assert_refused,
+    ended,
+    jetdraft,
+    several,
+    succeed,
+)
 from tests.runtime.test_conversation import TEMPLATE, with_template
 
 PROMPT = " the self"
@@ -130,10 +137,12 @@ def test_a_chat_template_is_used_unless_the_prompt_is_raw(toy):
         assert found["prompt_tokens"] == expected.prompt_tokens
 
 
-def test_a_broken_template_matters_only_where_it_is_used(bundle, tmp_path):
+def test_a_template_matters_only_where_it_is_used(bundle, tmp_path):
     folder = with_template(bundle, tmp_path / "bundle", "{% if %}")
     assert_refused(jetdraft("generate", folder, *GIVEN, *SHORT), "broken in line 1")
     assert jetdraft("generate", folder, *GIVEN, "--raw", *SHORT).exit_code == 0
+    for other, said in ((folder, "broken in line 1"), (bundle, "no chat template")):
+        assert_refused(jetdraft("chat", other, *BRIEF, stdin="hello\n"), said)
 
 
 def test_constraints_are_files_or_an_expression(bundle, model, tmp_path):
@@ -150,10 +159,8 @@ def test_constraints_are_files_or_an_expression(bundle, model, tmp_path):
 
 
 def test_options_reach_the_generation(bundle, model):
-    options = {
-        "method": "draft", "num_draft_tokens": 2, "temperature": 0.9, "top_k": 20,
-        "top_p": 0.9, "min_p": 0.01, "seed": 7,
-    }  # fmt: skip
+    options = {"method": "draft", "num_draft_tokens": 2, "temperature": 0.9}
+    options |= {"top_k": 20, "top_p": 0.9, "min_p": 0.01, "seed": 7}
     flags = [f"--{n.replace('_', '-')}={value}" for n, value in options.items()]
     flags += ["--ignore-eos", "--no-exact"]
     result = jetdraft("generate", bundle, *GIVEN, *flags, "--json", *SHORT)
@@ -183,10 +190,9 @@ def test_standard_streams_may_be_closed(bundle, tmp_path):
     store = tmp_path / "store"
     command = ["generate", bundle, "-n", "4", "--threads", "1", "--store", store, "-p"]
     both = several([*command, "-"], [*command, "def f():"])
-    done = subprocess.run(
-        ["sh", "-c", 'exec "$@" <&- >&-', "sh", *both], check=True,
-        stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+    closed = ["sh", "-c", 'exec "$@" <&- >&-', "sh"]
+    done = ended(*closed, *both)
+    assert done.returncode == 0
     refused, code, *_, last = done.stderr.splitlines()
     assert "the prompt is empty" in refused
     assert (code, last) == ("code 2", "code 0"), done.stderr
@@ -209,10 +215,9 @@ def test_an_error_that_cannot_be_printed_is_an_error_all_the_same():
 
 def test_a_locale_without_the_letters_of_a_text_loses_nothing(bundle):
     command = ["generate", bundle, "-p", "x", "--regex", "ä漢", "--threads", "1"]
-    done = subprocess.run(
-        several(command, [*command, "--json"]), check=True, capture_output=True,
-        env={**os.environ, "PYTHONIOENCODING": "latin-1"},
-    )  # fmt: skip
+    both = several(command, [*command, "--json"])
+    environment = {**os.environ, "PYTHONIOENCODING": "latin-1"}
+    done = subprocess.run(both, check=True, capture_output=True, env=environment)
     text, fields = done.stdout.splitlines()
     assert (text, json.loads(fields)["text"]) == (b"\xe4\\u6f22", "ä漢")
 
@@ -365,18 +370,6 @@ def test_an_order_that_fails_ends_no_talk_and_shows_in_the_exit_code(
     assert json.loads(kept.read_text())[0]["content"] == "hello"
 
 
-def test_a_bundle_without_a_template_is_refused(bundle):
-    result = jetdraft("chat", bundle, *BRIEF, stdin="hello\n")
-    assert_refused(result, "no chat template")
-
-
-def test_a_broken_template_is_refused(bundle, tmp_path):
-    folder = with_template(bundle, tmp_path / "bundle", "{% if %}")
-    assert_refused(
-        jetdraft("chat", folder, *BRIEF, stdin="hello\n"), "broken in line 1"
-    )
-
-
 def test_lines_that_never_end_or_are_no_text_are_refused(chatty, monkeypatch):
     monkeypatch.setattr("jetdraft.cli.console.MAX_INPUT_CHARS", 1000)
     for said, refusal in ("a" * 1001, "more than 1000"), (b"a\xff", "UTF-8"):
@@ -398,10 +391,9 @@ def read_until(fd, wanted, seconds=60.0):
 def terminal(*arguments):
     ours, theirs = pty.openpty()
     command = [sys.executable, "-c", INTERRUPTIBLE, "chat", *map(str, arguments)]
-    process = subprocess.Popen(
-        [*command, "--threads", "1"], stdin=theirs, stdout=theirs, stderr=theirs,
-        start_new_session=True, env={**os.environ, "TERM": "xterm"},
-    )  # fmt: skip
+    how = dict.fromkeys(("stdin", "stdout", "stderr"), theirs)
+    how |= {"start_new_session": True, "env": {**os.environ, "TERM": "xterm"}}
+    process = subprocess.Popen([*command, "--threads", "1"], **how)
     os.close(theirs)
     yield process, ours
     os.write(ours, b"\x04")

@@ -15,11 +15,9 @@ from tests.programs import assert_refused, jetdraft
 GENERATE = "generate {bundle} -p ' the self' -n 24 -t 1 "
 BENCH = "bench {bundle} --max-new-tokens=12 --repeats=2 --threads=1 "
 # Files in the folder {tmp}.
-FILES = {
-    "text": b"text", "binary": b"\xff\xfe\xff", "latin": b"\xff", "no-json": b"{",
-    "wrong-type": b'{"properties": {"a": {"type": "x"}}}',
-    "wrong-grammar": b"start: /a/ )",
-}  # fmt: skip
+FILES = {"text": b"text", "binary": b"\xff\xfe\xff", "latin": b"\xff", "no-json": b"{"}
+FILES |= {"wrong-type": b'{"properties": {"a": {"type": "x"}}}'}
+FILES |= {"wrong-grammar": b"start: /a/ )"}
 REFUSED = [
     ("generate {bundle}", "give one prompt: TEXT"),
     ("generate {bundle} -p text --prompt-file {tmp}/text", "give one prompt: TEXT"),
@@ -52,6 +50,7 @@ REFUSED = [
     ),
     ("generate {tmp}/nothing -p x", "no bundle at"),
     ("generate {tmp} -p x", "has no bundle.json"),
+    ("train stream {tmp}/nothing --data {tmp}/text -o {tmp}/out", "no checkpoint at"),
     ("check --no-run {tmp}/nothing", "no bundle at"),
     ("check --no-run {tmp}", "has no bundle.json"),
     ("check {bundle} --provider abacus", "choose tensorrt, cuda, webgpu, cpu"),
@@ -147,8 +146,10 @@ def test_bad_prompts_are_refused(bundle, tmp_path, text, said):
 
 @cases(
     "stdin, said",
-    ("", "the prompt is empty"), (b"\xff\xfe\xff", "UTF-8"), ("a" * 1001, "more th"),
-)  # fmt: skip
+    ("", "the prompt is empty"),
+    (b"\xff\xfe\xff", "UTF-8"),
+    ("a" * 1001, "more th"),
+)
 def test_standard_input_that_is_no_prompt(bundle, monkeypatch, stdin, said):
     monkeypatch.setattr("jetdraft.cli.console.MAX_INPUT_CHARS", 1000)
     assert_refused(jetdraft("generate", bundle, "-p", "-", stdin=stdin), said)

@@ -111,12 +111,6 @@ def test_something_else_is_no_store(bundle, tmp_path):
     assert_refused(folder, "something")
 
 
-def test_no_store_to_list(bundle, tmp_path):
-    missing = tmp_path / "no.sqlite"
-    assert_refused(jetdraft("store", "list", bundle, missing), "no store")
-    assert not missing.exists()
-
-
 def learn(toy, folder, **options):
     drafted = {"method": "draft", "num_draft_tokens": 4, "max_new_tokens": 40}
     with package.load(toy, threads=1, learn=folder) as model:
@@ -150,8 +144,10 @@ def test_weights_are_cleared_after_the_lessons(toy, tmp_path, monkeypatch):
     assert left == [[]]
 
 
-def test_a_folder_that_learned_nothing_is_not_cleared(toy, tmp_path):
+def test_what_was_never_kept_is_neither_listed_nor_cleared(bundle, toy, tmp_path):
     (tmp_path / "notes").write_text("what I have to do")
+    missing = tmp_path / "no.sqlite"
+    assert_refused(jetdraft("store", "list", bundle, missing), "no store")
     assert_refused(jetdraft("store", "clear", toy, tmp_path), "store")
     assert [file.name for file in tmp_path.iterdir()] == ["notes"]
 

@@ -80,10 +80,10 @@ def test_files_that_say_something_else(tmp_path, name, text, field):
     assert getattr(detect_machine(root), field) is None
 
 
-@cases(
-    "revision, jetpack",
-    ("4.0", None), ("4.3", "6.2"), ("4.4", "6.2"), ("40.1", None), ("5.0", None),
-)  # fmt: skip
+JETPACKS = {"4.0": None, "4.3": "6.2", "4.4": "6.2", "40.1": None, "5.0": None}
+
+
+@pytest.mark.parametrize(("revision", "jetpack"), JETPACKS.items())
 def test_patches_belong_to_their_release(tmp_path, revision, jetpack):
     release = f"# R36 (release), REVISION: {revision}, GCID: 1"
     tree = {**ORIN_NANO, "etc/nv_tegra_release": release}

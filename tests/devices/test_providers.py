@@ -171,18 +171,13 @@ def shapes(text):
     return dict(part.split(":") for part in text.split(","))
 
 
-def test_an_engine_of_one_width_knows_one_shape(tmp_path):
+def test_an_engine_of_one_width_knows_one_shape_and_of_all_the_prefill_s(tmp_path):
     options = providers.engine_options(CONTRACT, 4, tmp_path)
     least, usual, largest = (options[f"trt_profile_{name}_shapes"] for name in SIZES)
-    assert shapes(least) == {
-        "input_ids": "1x4", "position_ids": "1x4", "answer_rows": "4",
-        "draft_mask": "65x4",
-    }  # fmt: skip
+    rows = {"input_ids": "1x4", "position_ids": "1x4", "answer_rows": "4"}
+    assert shapes(least) == {**rows, "draft_mask": "65x4"}
     assert least == usual == largest
     assert options["trt_engine_cache_path"] == str(tmp_path / "width-4")
-
-
-def test_an_engine_of_all_widths_is_fastest_at_a_prefill(tmp_path):
     options = providers.engine_options(CONTRACT, None, tmp_path)
     sizes = [shapes(options[f"trt_profile_{name}_shapes"]) for name in SIZES]
     rows_and_answers = [(size["input_ids"], size["answer_rows"]) for size in sizes]
@@ -241,12 +236,10 @@ def offered(monkeypatch, version="0.4.0", kinds=("CPU",)):
         )
         for one in kinds
     ]
-    ort = SimpleNamespace(
-        get_ep_devices=lambda: devices, OrtHardwareDeviceType=kind,
-        set_default_logger_severity=lambda level: None,
-        register_execution_provider_library=lambda name, path: None,
-        __version__="1.32.0",
-    )  # fmt: skip
+    ort = SimpleNamespace(OrtHardwareDeviceType=kind, __version__="1.32.0")
+    ort.get_ep_devices = lambda: devices
+    ort.set_default_logger_severity = lambda level: None
+    ort.register_execution_provider_library = lambda name, path: None
     monkeypatch.setattr(webgpu, "ort", ort)
     plugin = SimpleNamespace(get_library_path=lambda: "plugin.so")
     monkeypatch.setattr(webgpu, "import_module", lambda name: plugin)

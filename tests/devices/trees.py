@@ -35,12 +35,10 @@ THOR = {
 }
 
 RAILS = "sys/bus/i2c/drivers/ina3221/1-0040/hwmon/hwmon3"
-POWER = {
-    f"{RAILS}/in1_label": "VDD_IN\n", f"{RAILS}/in1_input": "5000\n",
-    f"{RAILS}/curr1_input": "2000\n", f"{RAILS}/in2_label": "VDD_CPU_GPU_CV\n",
-    f"{RAILS}/in2_input": "5000\n", f"{RAILS}/curr2_input": "800\n",
-    f"{RAILS}/in7_label": "sum of shunt voltages\n",
-}  # fmt: skip
+POWER = {f"{RAILS}/in1_label": "VDD_IN\n", f"{RAILS}/in1_input": "5000\n"}
+POWER |= {f"{RAILS}/curr1_input": "2000\n", f"{RAILS}/in2_label": "VDD_CPU_GPU_CV\n"}
+POWER |= {f"{RAILS}/in2_input": "5000\n", f"{RAILS}/curr2_input": "800\n"}
+POWER |= {f"{RAILS}/in7_label": "sum of shunt voltages\n"}
 
 
 def write(root: Path, files: dict[str, str]) -> Path:

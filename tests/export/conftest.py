@@ -26,6 +26,9 @@ from tests.tiny import llama_config, save_checkpoint
 SMALL = {"capacity": 64, "max_width": 16, "fast": True}
 TAPS = [1, 2, 3]
 OF_TAPS: dict[str, Any] = {"eagle_aux_hidden_state_layer_ids": TAPS}
+IDS: dict[str, Any] = {"aux_hidden_state_layer_ids": TAPS}
+OUTPUTS: dict[str, Any] = {"outputs": (0, 1, 2), "num_target_layers": 3}
+LACKING: dict[str, Any] = {"fc_bias": False, "embedding": False}
 SIZES = {**tiny.SIZES, "num_hidden_layers": 1}
 MTP: dict[str, tuple[Any, Callable[[], dict[str, Tensor]]]] = {
     # MiMo-7B: a Qwen2 layer, and the state before the embedding.
@@ -56,23 +59,19 @@ class Kind(NamedTuple):
 
 KINDS = {
     "eagle1": Kind("eagle", layouts.eagle1),
-    "eagle1-tied": Kind(
-        "eagle", partial(layouts.eagle1, fc_bias=False, embedding=False)),
+    "eagle1-tied": Kind("eagle", partial(layouts.eagle1, **LACKING)),
     "eagle3": Kind("eagle", partial(layouts.eagle3, **OF_TAPS), 3),
     "speculators": Kind("eagle", partial(layouts.speculators, **OF_TAPS), 3),
     "medusa": Kind("medusa", layouts.medusa, file="medusa_lm_head.pt"),
     "hydra": Kind("medusa", layouts.hydra, file="hydra_lm_head.pt"),
-    "dflash": Kind(
-        "dflash", partial(layouts.dflash, outputs=(0, 1, 2), num_target_layers=3), 3),
-    "speculators-dflash": Kind(
-        "dflash", partial(layouts.speculators_dflash, aux_hidden_state_layer_ids=TAPS),
-        3),
+    "dflash": Kind("dflash", partial(layouts.dflash, **OUTPUTS), 3),
+    "speculators-dflash": Kind("dflash", partial(layouts.speculators_dflash, **IDS), 3),
     **{
         f"{kind}-dspark": Kind("dflash", partial(layouts.dspark, kind, taps=TAPS), 3)
         for kind in ("authors", "nested", "speculators")
     },
     "diffusion": Kind("diffusion", layouts.diffusion),
-}  # fmt: skip
+}
 
 
 def _module(prefix: str, *names: str, **layer: Any) -> dict[str, Tensor]:
@@ -194,10 +193,9 @@ def drafts_of(bundle, method, **drafting):
             return rows
 
         proposer.propose = spy
-        result = model.generate(
-            token_ids=TOKENS[:READ], method=method, max_new_tokens=8, ignore_eos=True,
-            num_draft_tokens=3, drafting=drafting,
-        )  # fmt: skip
+        how = {"max_new_tokens": 8, "ignore_eos": True, "num_draft_tokens": 3}
+        how |= {"method": method, "drafting": drafting}
+        result = model.generate(token_ids=TOKENS[:READ], **how)
     assert [*TOKENS[:READ], *result.token_ids][: len(drafts[-1][0])] == drafts[-1][0]
     return drafts, result.stats
 

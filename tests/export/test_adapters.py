@@ -17,9 +17,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 import jetdraft
-from jetdraft import Pool
+from jetdraft import BundleError, CheckpointError, OptionError, Pool, StoreError
 from jetdraft.bundle import Bundle, adapter_file
-from jetdraft.errors import BundleError, CheckpointError, OptionError, StoreError
 from jetdraft.runtime import model as module
 from jetdraft.server import Limits
 from jetdraft.server.app import Service

@@ -42,54 +42,55 @@ OF_EACH_LAYER = {"hidden_size_per_layer_input": 4, "num_kv_shared_layers": 0}
 OF_EACH_LAYER |= {"vocab_size_per_layer_input": 262_144, "head_dim": 16}
 PREFILL, STEPS = 20, 5
 TOKENS = np.random.default_rng(0).integers(0, VOCAB_SIZE, 40)
-LONG_ROPE = {
-    "rope_type": "longrope",
-    "rope_theta": 10000.0,
-    "short_factor": [1.0 + 0.1 * i for i in range(4)],
-    "long_factor": [2.0 + 0.5 * i for i in range(4)],
-    "original_max_position_embeddings": CAPACITY,
-}
+LONG_ROPE = {"rope_type": "longrope", "rope_theta": 10000.0}
+LONG_ROPE |= {"short_factor": [1.0 + 0.1 * i for i in range(4)]}
+LONG_ROPE |= {"long_factor": [2.0 + 0.5 * i for i in range(4)]}
+LONG_ROPE |= {"original_max_position_embeddings": CAPACITY}
 DYNAMIC_ROPE = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
-
-YARN_ROPE = {
-    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0,
-    "original_max_position_embeddings": 16,
-}  # fmt: skip
+YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0}
+YARN_ROPE |= {"original_max_position_embeddings": 16}
+BIASES = {"attention_bias": True, "mlp_bias": True, "rope_parameters": YARN_ROPE}
+CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 1.0}
+SCALES = {"embedding_multiplier": 3.0, "residual_multiplier": 0.5}
+SCALES |= {"attention_multiplier": 0.3, "logits_scaling": 2.0}
+UNTIED = {"num_hidden_layers": 1, "num_key_value_heads": 4, "head_dim": 24}
+UNTIED |= {"intermediate_size": VOCAB_SIZE, "tie_word_embeddings": False}
+UNTIED |= {"rope_parameters": DYNAMIC_ROPE, "max_position_embeddings": CAPACITY}
+PARTLY = {"partial_rotary_factor": 0.5, "rope_parameters": LONG_ROPE}
+PARTLY |= {"original_max_position_embeddings": CAPACITY}
+ALTUP = {"altup_num_inputs": 2, "laurel_rank": 8}
+ALTUP |= {"activation_sparsity_pattern": [0.0, 0.0]}
 
 CONFIGS = {
-    "llama with biases, yarn": llama_config(
-        num_hidden_layers=1, attention_bias=True, mlp_bias=True,
-        rope_parameters=YARN_ROPE),
+    "llama with biases, yarn": llama_config(num_hidden_layers=1, **BIASES),
     "gemma2, soft caps": transformers.Gemma2Config(
-        **SIZES, head_dim=16, query_pre_attn_scalar=20, sliding_window=8,
-        attn_logit_softcapping=2.0, final_logit_softcapping=1.0),
-    "granite, scales": transformers.GraniteConfig(
-        **SIZE, embedding_multiplier=3.0, residual_multiplier=0.5,
-        attention_multiplier=0.3, logits_scaling=2.0),
+        **SIZES, **CAPS, head_dim=16, query_pre_attn_scalar=20, sliding_window=8
+    ),
+    "granite, scales": transformers.GraniteConfig(**SIZE, **SCALES),
     "llama grouped tied": llama_config(num_hidden_layers=2),
     "llama multi-head untied, head_dim not hidden/heads, "
-    "dynamic rope within its limit": llama_config(
-        num_hidden_layers=1, num_key_value_heads=4, head_dim=24,
-        intermediate_size=VOCAB_SIZE, tie_word_embeddings=False,
-        rope_parameters=DYNAMIC_ROPE, max_position_embeddings=CAPACITY),
+    "dynamic rope within its limit": llama_config(**UNTIED),
     "qwen2": transformers.Qwen2Config(**SIZE),
     "qwen3": transformers.Qwen3Config(**SIZE, head_dim=32),
     "mistral, window of 8": transformers.MistralConfig(**SIZE, sliding_window=8),
     "phi3": transformers.Phi3Config(**SIZE),
     "phi3 partly rotary, longrope within its limit": transformers.Phi3Config(
-        **SIZE, partial_rotary_factor=0.5, rope_parameters=LONG_ROPE,
-        original_max_position_embeddings=CAPACITY),
+        **SIZE, **PARTLY
+    ),
     "smollm3, a layer without positions": transformers.SmolLM3Config(
-        **SIZES, no_rope_layers=[1, 0]),
+        **SIZES, no_rope_layers=[1, 0]
+    ),
     "gemma3, windows of 8": transformers.Gemma3TextConfig(
-        **SIZES, **WINDOWS, head_dim=32, query_pre_attn_scalar=20),
+        **SIZES, **WINDOWS, head_dim=32, query_pre_attn_scalar=20
+    ),
     "gemma3n, embeddings of each layer": transformers.Gemma3nTextConfig(
-        **{**SIZES, **WINDOWS, **OF_EACH_LAYER, "altup_num_inputs": 2},
-        activation_sparsity_pattern=[0.0, 0.0], laurel_rank=8),
+        **SIZES, **WINDOWS, **OF_EACH_LAYER, **ALTUP
+    ),
     "gemma4, embeddings of each layer": transformers.Gemma4TextConfig(
-        **SIZES, **WINDOWS, **OF_EACH_LAYER, global_head_dim=16),
+        **SIZES, **WINDOWS, **OF_EACH_LAYER, global_head_dim=16
+    ),
     **{f"{name}, shared": make() for name, make in tiny.SHARING.items()},
-}  # fmt: skip
+}
 TEXT = np.random.default_rng(0).integers(0, VOCAB_SIZE, 500)
 DRAFT = 5
 FAMILIES = {**HYBRIDS, **SHARING}
@@ -102,10 +103,9 @@ def load(config, folder) -> Checkpoint:
 
 
 def contract_of(checkpoint: Checkpoint, capacity: int = CAPACITY) -> StepContract:
-    return StepContract(
-        vocab_size=checkpoint.vocab_size, capacity=capacity, max_width=32,
-        dtype="float32", **buffer_sizes(checkpoint.model)._asdict(),
-    )  # fmt: skip
+    sizes = {"vocab_size": checkpoint.vocab_size, "capacity": capacity}
+    sizes |= {"max_width": 32, **buffer_sizes(checkpoint.model)._asdict()}
+    return StepContract(dtype="float32", **sizes)
 
 
 def traced(checkpoint: Checkpoint, contract: StepContract) -> ir.Model:
@@ -136,10 +136,10 @@ def case(request, tmp_path_factory):
         ir.save(model, folder / f"{use.__name__}.onnx")
         session = open_session(folder / f"{use.__name__}.onnx", "cpu")
         graphs.append(Graph(StepSessions(session, contract)))
-    return SimpleNamespace(
-        config=config, checkpoint=checkpoint, contract=contract, onnx=model,
-        other=graphs[0], graph=graphs[1], expected=expected,
-    )  # fmt: skip
+    made = SimpleNamespace(config=config, checkpoint=checkpoint, contract=contract)
+    made.onnx, made.expected = model, expected
+    made.other, made.graph = graphs
+    return made
 
 
 def run(graph: Graph, start: int, end: int) -> np.ndarray:
@@ -262,27 +262,28 @@ def _through_the_whole_path(folder, capacity):
     tracer.trace(Step(checkpoint.model, contract), checkpoint.weight_names())
 
 
+OF_MAMBA = {"vocab_size": VOCAB_SIZE, "hidden_size": 32, "num_hidden_layers": 2}
+WINDOWED = {"sliding_window": 8, "num_local_experts": 2}
+OF_GEMMA3 = {"head_dim": 16, "use_bidirectional_attention": True}
+OF_GPT2 = {"vocab_size": VOCAB_SIZE, "n_embd": 32, "n_layer": 1, "n_head": 2}
+OF_GPT2 |= {"n_positions": CAPACITY - 1, "bos_token_id": 0, "eos_token_id": 0}
+
+
 @cases(
     "config, fact",
-    (
-        transformers.MambaConfig(
-            vocab_size=VOCAB_SIZE, hidden_size=32, num_hidden_layers=2
-        ),
-        "AttentionInterface",
-    ),
+    (transformers.MambaConfig(**OF_MAMBA), "AttentionInterface"),
     # Two attentions in a layer.
     (transformers.DiffLlamaConfig(**SIZES), "twice"),
     # A window that only the mask knows.
-    (transformers.PhimoeConfig(**SIZES, sliding_window=8, num_local_experts=2),
-     "does not reach AttentionInterface"),
-    (transformers.Gemma3TextConfig(
-        **SIZES, head_dim=16, use_bidirectional_attention=True), "both directions"),
+    (
+        transformers.PhimoeConfig(**SIZES, **WINDOWED),
+        "does not reach AttentionInterface",
+    ),
+    (transformers.Gemma3TextConfig(**SIZES, **OF_GEMMA3), "both directions"),
     (transformers.BertConfig(**SIZES), "both directions"),
-    (transformers.GPT2Config(vocab_size=VOCAB_SIZE, n_embd=32, n_layer=1, n_head=2,
-                             n_positions=CAPACITY - 1, bos_token_id=0,
-                             eos_token_id=0), f"--capacity {CAPACITY - 1} or less"),
+    (transformers.GPT2Config(**OF_GPT2), f"--capacity {CAPACITY - 1} or less"),
     ids=lambda value: getattr(value, "model_type", ""),
-)  # fmt: skip
+)
 def test_what_the_seams_do_not_reach_is_refused(config, fact, tmp_path):
     save_checkpoint(tmp_path, config, tokenizer=False)
     assert fact in refusal(tmp_path)
@@ -300,12 +301,11 @@ def test_missing_weights_are_refused(tmp_path):
 
 def test_an_encoder_decoder_beside_the_seams_is_refused(tmp_path):
     """ProphetNet predicts several tokens at once, in an attention of its own."""
-    config = transformers.ProphetNetConfig(
-        vocab_size=VOCAB_SIZE, hidden_size=32, num_encoder_layers=1,
-        num_decoder_layers=1, num_encoder_attention_heads=2,
-        num_decoder_attention_heads=2, encoder_ffn_dim=32, decoder_ffn_dim=32,
-        decoder_start_token_id=0,
-    )  # fmt: skip
+    sizes = {"vocab_size": VOCAB_SIZE, "hidden_size": 32, "decoder_start_token_id": 0}
+    for part in ("encoder", "decoder"):
+        sizes |= {f"num_{part}_layers": 1, f"num_{part}_attention_heads": 2}
+        sizes[f"{part}_ffn_dim"] = 32
+    config = transformers.ProphetNetConfig(**sizes)
     transformers.ProphetNetForConditionalGeneration(config).save_pretrained(tmp_path)
     assert "see docs/models.md" in refusal(tmp_path)
 

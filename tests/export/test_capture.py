@@ -9,7 +9,6 @@ import pytest
 from onnx import helper, numpy_helper
 from transformers import MistralConfig
 
-import jetdraft
 from jetdraft.bundle import FLAVOURS, Bundle
 from jetdraft.checkpoints import streams
 from jetdraft.errors import OptionError, UnsupportedModelError
@@ -18,7 +17,14 @@ from jetdraft.recipe import Recipe
 from tests import LONG, WAYS, cases, same_text, tiny
 from tests.programs import assert_refused
 from tests.programs import jetdraft as run
-from tests.tiny import SIZES, exported, llama_config, save_checkpoint, save_prompts
+from tests.tiny import (
+    SIZES,
+    exported,
+    exported_model,
+    llama_config,
+    save_checkpoint,
+    save_probes,
+)
 from tests.train.attached.conftest import random_head
 from tools.forecast.forecast import forecasts
 
@@ -36,15 +42,12 @@ COMPUTED_ON_HOST |= {"Unsqueeze", "Slice", "Reshape"}
 make = onnx.helper.make_node
 STREAMS = streams.StreamSettings(gamma=3, layers=1, lora_rank=4, prune_rank=2)
 PROMPTS = streams.PromptSettings(gamma=3, ranks=((0.5, 0.2), (0.4, 0.2), (0.3, 0.1)))
-FORECASTS = streams.PromptSettings(gamma=3, prefix=4, mode=streams.FORECAST)
 PROBES = {
-    "streams": partial(tiny.save_streams, settings=STREAMS),
-    "shared": partial(
-        tiny.save_streams, settings=replace(STREAMS, mode=streams.SHARED)
-    ),
-    "ppd": partial(save_prompts, settings=PROMPTS),
-    "ensemble": partial(save_prompts, settings=replace(PROMPTS, members=2, prefix=2)),
-    "forecast": partial(save_prompts, settings=FORECASTS),
+    "streams": STREAMS,
+    "shared": replace(STREAMS, mode=streams.SHARED),
+    "ppd": PROMPTS,
+    "ensemble": replace(PROMPTS, members=2, prefix=2),
+    "forecast": streams.PromptSettings(gamma=3, prefix=4, mode=streams.FORECAST),
 }
 PROMPT = np.random.default_rng(4).integers(0, 288, 20).tolist()
 LAYERS = 2
@@ -115,16 +118,17 @@ def test_check_says_that_cuda_can_run_them(captured):
     assert result.stdout.startswith("verdict    cuda can run all graphs")
 
 
+COPIED = [make("Shape", ["ids"], ["n"]), make("Add", ["cursor", "n"], ["last"])]
+SUMMED = [make("ReduceSum", ["probe_rows", "axes"], ["count"], keepdims=1)]
+OF_LAST = {"ids": ["n"], "cursor": [1], "last": [1]}
+OF_COUNT = {"position_ids": [1, "n"], "probe_rows": [1, "r"], "count": [1, 1]}
+
+
 @cases(
     "faults, nodes, shapes, found",
-    (copied_to_device,
-     [make("Shape", ["ids"], ["n"]), make("Add", ["cursor", "n"], ["last"])],
-     {"ids": ["n"], "cursor": [1], "last": [1]}, ("Add", ["cursor", "n"])),
-    (empty_sums,
-     [make("ReduceSum", ["probe_rows", "axes"], ["count"], keepdims=1)],
-     {"position_ids": [1, "n"], "probe_rows": [1, "r"], "count": [1, 1]},
-     ("ReduceSum", "probe_rows", "r")),
-)  # fmt: skip
+    (copied_to_device, COPIED, OF_LAST, ("Add", ["cursor", "n"])),
+    (empty_sums, SUMMED, OF_COUNT, ("ReduceSum", "probe_rows", "r")),
+)
 def test_a_fault_is_found(tmp_path, faults, nodes, shapes, found):
     values = [
         onnx.helper.make_tensor_value_info(name, onnx.TensorProto.INT64, shape)
@@ -156,10 +160,9 @@ def target_of(folder, layers):
 
 
 def probed(kind, folder):
-    target_of(folder, 2)
-    return export(
-        str(PROBES[kind](folder / "target")), folder / "bundle", options=OPTIONS
-    )
+    target = target_of(folder, 2)
+    save_probes(folder / "target", PROBES[kind])
+    return export(target, folder / "bundle", options=OPTIONS)
 
 
 def attached(kind, folder):
@@ -169,14 +172,13 @@ def attached(kind, folder):
     )
 
 
-@pytest.mark.parametrize("kind", PROBES)
-def test_probes_can_be_captured(kind, tmp_path):
-    assert_captured(probed(kind, tmp_path), sums=True)
-
-
-@pytest.mark.parametrize("kind", ["glide", "chimera", "falcon"])
-def test_attached_drafters_can_be_captured(kind, tmp_path):
-    assert_captured(attached(kind, tmp_path))
+@cases(
+    "make, kind",
+    *((probed, kind) for kind in PROBES),
+    *((attached, kind) for kind in ("glide", "chimera", "falcon")),
+)
+def test_probes_and_attached_drafters_can_be_captured(make, kind, tmp_path):
+    assert_captured(make(kind, tmp_path), sums=make is probed)
 
 
 @pytest.fixture(scope="module")
@@ -189,8 +191,8 @@ def folder(tmp_path_factory):
 
 def loaded(folder, flavour, scheme, **drafter):
     output = folder / f"{flavour}-{scheme}"
-    exported(folder / "target", output, scheme, flavour=flavour, **drafter)
-    return jetdraft.load(output, threads=1)
+    how = {"flavour": flavour, **drafter}
+    return exported_model(folder / "target", output, scheme, **how)
 
 
 @pytest.fixture(scope="module")
@@ -209,12 +211,14 @@ def standard(request):
     return request.getfixturevalue(request.param)
 
 
-def test_there_are_no_other_operators(standard):
+def test_there_are_no_other_operators_and_check_names_the_flavour(standard):
     for file in standard.bundle.path.glob("*.onnx"):
         model = onnx.load(file, load_external_data=False)
         assert {node.domain for node in model.graph.node} <= {"", "ai.onnx"}
         assert "RMSNormalization" not in {node.op_type for node in model.graph.node}
         assert [entry.domain for entry in model.opset_import] == [""]
+    shown = run("check", standard.bundle.path, "--no-run").stdout
+    assert "flavour     standard" in shown
 
 
 @cases(
@@ -291,11 +295,6 @@ def test_sliding_windows_are_refused(tmp_path):
     tiny.refused(UnsupportedModelError, words, tmp_path / "target", **standard)
 
 
-def test_check_names_the_flavour(standard):
-    shown = run("check", standard.bundle.path, "--no-run").stdout
-    assert "flavour     standard" in shown
-
-
 def test_unknown_flavours(folder):
     with pytest.raises(OptionError, match="unknown flavour 'tensorrt'"):
         ExportOptions(flavour="tensorrt")
@@ -307,13 +306,9 @@ def test_unknown_flavours(folder):
 def streamed(tmp_path_factory):
     folder = tmp_path_factory.mktemp("streams")
     save_checkpoint(folder / "checkpoint", llama_config(num_hidden_layers=LAYERS))
-    settings = streams.StreamSettings(gamma=3, layers=1, lora_rank=4, prune_rank=2)
-    tiny.save_streams(folder / "checkpoint", settings)
-    models = {}
-    for flavour in FLAVOURS:
-        bundle = exported(folder / "checkpoint", folder / flavour, flavour=flavour)
-        models[flavour] = jetdraft.load(bundle.path, threads=1)
-    return models
+    save_probes(folder / "checkpoint", STREAMS)
+    make = partial(exported_model, folder / "checkpoint")
+    return {each: make(folder / each, flavour=each) for each in FLAVOURS}
 
 
 def test_no_size_of_a_pass_is_copied_to_a_gpu(floats, int4, streamed):

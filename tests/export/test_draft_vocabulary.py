@@ -23,7 +23,15 @@ from jetdraft.export.measures import sample_text
 from jetdraft.quant.divergence import Windows, own_attention
 from jetdraft.runtime.passes.opener import Opener
 from jetdraft.runtime.passes.session import ONE_THREAD
-from tests import WAYS, manifests, same_text, sources, tiny
+from tests import (
+    WAYS,
+    edit_json,
+    read_manifest,
+    same_text,
+    sources,
+    tiny,
+    write_manifest,
+)
 from tests.checkpoints.heads.layouts import LAYERS, eagle1, eagle3, write
 from tests.ggufs import write_gguf
 from tests.programs import jetdraft as command
@@ -133,25 +141,17 @@ def test_no_text_changes(cut_model):
 
 
 def test_a_verifier_that_reads_q_keeps_the_distribution(cut_model):
-    rejection = {
-        "verifier": "recursive", "siblings": "with-replacement", "tree": "k-ary",
-        "branching": (3,),
-    }  # fmt: skip
+    rejection = {"verifier": "recursive", "siblings": "with-replacement"}
+    rejection |= {"tree": "k-ary", "branching": (3,)}
+    # The tree needs room for its rows.
+    how = {"max_new_tokens": 5, "temperature": 1.0, "ignore_eos": True, "exact": False}
     ids, draws, accepted = set(cut_model.bundle.draft_vocabulary().tolist()), 400, 0
     counts = Counter(), Counter()
-    for turn, way in enumerate(
-        ({"method": "none"}, {"method": "draft", "drafting": rejection})
-    ):
+    drafted = {"method": "draft", "drafting": rejection}
+    for turn, way in enumerate(({"method": "none"}, drafted)):
         for seed in range(draws):
-            result = cut_model.generate(
-                PROMPT,
-                max_new_tokens=5,  # the tree needs room for its rows
-                temperature=1.0,
-                seed=turn * draws + seed,
-                ignore_eos=True,
-                exact=False,
-                **way,
-            )
+            own = {"seed": turn * draws + seed, **way}
+            result = cut_model.generate(PROMPT, **how, **own)
             token = result.token_ids[1]
             counts[turn][token in ids, token // 72] += 1
             accepted += result.stats.accepted_tokens
@@ -175,13 +175,9 @@ def test_a_head_without_a_map_is_cut(tmp_path):
     checkpoint = target(tmp_path, 1)
     torch.manual_seed(3)
     head = write(tmp_path / "head", *eagle1(fc_bias=False, embedding=False))
-    options = ExportOptions(
-        recipe.Recipe.parse("int4-head8", 32),
-        capacity=64,
-        max_width=16,
-        draft_vocab=COUNT,
-        kernel="onnxruntime",
-    )
+    own, sizes = recipe.Recipe.parse("int4-head8", 32), {"draft_vocab": COUNT}
+    sizes |= {"capacity": 64, "max_width": 16}
+    options = ExportOptions(own, kernel="onnxruntime", **sizes)
     bundle = export(checkpoint, tmp_path / "bundle", options=options, head=head)
     assert len(bundle.draft_vocabulary()) == COUNT
     sizes = shapes(bundle, bundle.drafter.file)
@@ -247,10 +243,10 @@ def test_no_file_is_hashed_again_to_store_it(tmp_path, monkeypatch):
 def test_check_warns_where_the_acceptance_fell(cut, tmp_path):
     copy = tmp_path / "bundle"
     shutil.copytree(cut.path, copy)
-    manifest = manifests.read(copy)
+    manifest = read_manifest(copy)
     record = manifest["graphs"]["drafter"]["quantization"]["acceptance"]
     record["by_position"] = [min(1.0, x + 0.3) for x in record["by_position"]]
-    manifests.write(copy, manifest)
+    write_manifest(copy, manifest)
     result = succeed("check", copy, "--threads", "1")
     assert "warning: the target accepts fewer drafted tokens" in result.stderr
 
@@ -265,9 +261,8 @@ def padded(tmp_path_factory):
 
     def make(rows, tied=False):
         copy = shutil.copytree(whole, folder / f"{rows}-{tied}", dirs_exist_ok=True)
-        fields = json.loads((copy / "config.json").read_text())
-        fields |= {"vocab_size": rows, "tie_word_embeddings": tied}
-        (copy / "config.json").write_text(json.dumps(fields))
+        file = copy / "config.json"
+        edit_json(file, vocab_size=rows, tie_word_embeddings=tied)
         weights = load_file(whole / "model.safetensors")
         for name in ("model.embed_tokens.weight", "lm_head.weight"):
             weights[name] = weights[name][:rows].clone()
@@ -287,8 +282,8 @@ def opened(padded, tmp_path_factory):
         if (rows, drafter_rows) not in models:
             target, drafter = padded(rows), padded(drafter_rows)
             output = tmp_path_factory.mktemp("pair") / "bundle"
-            tiny.exported(target, output, drafter=drafter)
-            models[rows, drafter_rows] = jetdraft.load(output, threads=1)
+            made = tiny.exported_model(target, output, drafter=drafter)
+            models[rows, drafter_rows] = made
         return models[rows, drafter_rows]
 
     yield make
@@ -372,9 +367,8 @@ def test_a_gguf_drafter(padded, tmp_path, rows, of_file):
 
     config = tiny.llama_config(vocab_size=of_file, num_hidden_layers=1)
     file = write_gguf(tmp_path / "drafter.gguf", config, change=pad).path
-    bundle = tiny.exported(padded(rows), tmp_path / "bundle", drafter=file)
-    assert bundle.drafter.contract.vocab_size == 288
-    with jetdraft.load(bundle.path, threads=1) as model:
+    with tiny.exported_model(padded(rows), tmp_path / "b", drafter=file) as model:
+        assert model.bundle.drafter.contract.vocab_size == 288
         drafts_as_plain(model, [5, rows - 1, 9], ways=WAYS[1:])
 
 
@@ -386,8 +380,7 @@ def test_encoder_decoders(tmp_path, family, pair):
         sources.save(tmp_path / str(rows), kind(**small | {"vocab_size": rows}))
         for rows in pair
     )
-    bundle = tiny.exported(target, tmp_path / "bundle", drafter=drafter)
-    with jetdraft.load(bundle.path, threads=1) as model:
+    with tiny.exported_model(target, tmp_path / "bundle", drafter=drafter) as model:
         drafted = drafts_as_plain(model, [*sources.SOURCE, pair[0] - 1])
     assert all(found.stats.drafted_tokens for found in drafted)
 

@@ -12,15 +12,14 @@ from safetensors.torch import load_file, save_file
 from tokenizers import processors
 
 import jetdraft
-from jetdraft import Pool, errors
-from jetdraft.errors import CheckpointError, LengthError, OptionError
+from jetdraft import CheckpointError, LengthError, OptionError, Pool, errors
 from jetdraft.server import Limits
 from jetdraft.server.app import Service
 from tests import tiny
 from tests.programs import assert_refused
 from tests.programs import jetdraft as run
 from tests.server.serving import served
-from tests.tiny import exported, refused
+from tests.tiny import exported, exported_model, refused
 
 SIZES = {**tiny.SIZES, "head_dim": 16}
 TEXTS = ["def f(self):", "x", "for the range in return " * 3, ""]
@@ -39,14 +38,16 @@ KINDS = {
     "mean": Kind(transformers.Qwen3Config(**SIZES), "mean_tokens"),
     "both ways": Kind(
         transformers.Gemma3TextConfig(
-            **SIZES, use_bidirectional_attention=True, sliding_window=8,
+            **SIZES,
+            use_bidirectional_attention=True,
+            sliding_window=8,
             layer_types=["sliding_attention", "full_attention", "sliding_attention"],
             query_pre_attn_scalar=16,
         ),
         "mean_tokens",
         48,
     ),
-}  # fmt: skip
+}
 
 
 def save(folder: Path, kind: Kind, **pooling: Any) -> Path:
@@ -126,8 +127,7 @@ def test_embeddings_are_those_of_transformers(made, name):
 @pytest.mark.parametrize("name", KINDS)
 def test_integers_keep_the_direction(made, tmp_path, name):
     folder, _ = made[name]
-    bundle = exported(folder, tmp_path / "bundle", "q8_0")
-    with jetdraft.load(bundle.path, threads=1) as model:
+    with exported_model(folder, tmp_path / "bundle", "q8_0") as model:
         found = model.embed(TEXTS)
     wanted = expected(folder, KINDS[name], TEXTS)
     assert (found * wanted).sum(1).min() >= 0.99

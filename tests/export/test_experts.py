@@ -1,6 +1,5 @@
 """Families with experts through the real path, against transformers' own loop."""
 
-import json
 import re
 import shutil
 from collections import Counter
@@ -21,7 +20,7 @@ from jetdraft.methods.eagle.task import EagleSettings, EagleTask
 from jetdraft.quant.divergence import Divergence, Windows, own_attention
 from jetdraft.recipe import Recipe
 from jetdraft.runtime.measured.cost_model import MIN_MS, Curve
-from tests import cases, same_text
+from tests import cases, edit_json, same_text
 from tests.checkpoints.heads import layouts
 from tests.checkpoints.heads import test_acceptance_gate as gate
 from tests.checkpoints.heads.conftest import watched
@@ -29,16 +28,14 @@ from tests.checkpoints.heads.test_mtp import edit
 from tests.export import test_architectures as architectures
 from tests.runtime.method_bundles import tokens_of
 from tests.runtime.test_generation import PROMPT, SPOILS, Scripted
-from tests.tiny import MIXTURES, VOCAB_SIZE, exported, save_checkpoint
+from tests.tiny import MIXTURES, VOCAB_SIZE, exported, exported_model, save_checkpoint
 from tests.train.periodic import teach
 from tools.recipes.quality import compare
 
 TOKENS = np.random.default_rng(0).integers(0, VOCAB_SIZE, 200)
 SIZES = {"capacity": 256, "max_width": 32}
-BUNDLES = {
-    "qwen3_moe": "none", "gpt_oss": "q8_0", "granitemoe": "q4_k-headq6_k",
-    "qwen3_next": "q4_0",
-}  # fmt: skip
+BUNDLES = {"qwen3_moe": "none", "gpt_oss": "q8_0", "granitemoe": "q4_k-headq6_k"}
+BUNDLES |= {"qwen3_next": "q4_0"}
 CODES = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
 MISTAKES = {
     "": lambda name, tensor: tensor,
@@ -137,8 +134,7 @@ def test_a_generation_counts_the_experts_of_its_last_rows(made, tmp_path):
     source = save_checkpoint(tmp_path / "source", MIXTURES["qwen3_moe"]())
     if made:
         edit(source, lambda own: {n: t * (".gate." not in n) for n, t in own.items()})
-    exported(source, tmp_path / "bundle", **SIZES)
-    with jetdraft.load(tmp_path / "bundle", threads=1) as model:
+    with exported_model(source, tmp_path / "bundle", **SIZES) as model:
         plain, _ = tokens_of(model, PROMPT, Sampling(), tokens=30)
         proposer = Scripted(np.array(plain), SPOILS[-2])
         tokens_of(model, PROMPT, Sampling(), proposer, tokens=30)
@@ -178,8 +174,8 @@ def test_drafting_stops_where_experts_do_not_overlap(tmp_path, monkeypatch):
     for overlapping in (True, False):
         source = save_checkpoint(tmp_path / f"source-{overlapping}", config)
         edit(source, routed(overlapping))
-        bundle = exported(source, tmp_path / f"bundle-{overlapping}", **SIZES)
-        with jetdraft.load(bundle.path, threads=1) as model:
+        output = tmp_path / f"bundle-{overlapping}"
+        with exported_model(source, output, **SIZES) as model:
             plain, _ = tokens_of(model, PROMPT, Sampling(), tokens=120)
             assert len(set(plain[-32:])) == 32
             curve, widths = model.parts.curve, range(1, 17)
@@ -200,8 +196,8 @@ def test_kl_is_that_of_the_bundle_as_it_runs(name, tmp_path):
     checkpoint = Checkpoint.load(str(source), torch.float32)
     graphs, recipe = [], Recipe("q4_0")
     for each in (Recipe("none"), recipe):
-        path = exported(source, tmp_path / each.name, each.name, **SIZES).path
-        graphs.append(jetdraft.load(path, threads=1).parts.target)
+        model = exported_model(source, tmp_path / each.name, each.name, **SIZES)
+        graphs.append(model.parts.target)
     windows = Windows(torch.tensor(TOKENS)[None])
     kl = compare(*graphs, windows.ids.tolist()).kl_mean
     with own_attention(checkpoint.model):
@@ -277,9 +273,8 @@ def write_mxfp4(folder, low, high):
         return packed
 
     edit(folder, pack)
-    file = folder / "config.json"
-    settings = {"quantization_config": {"quant_method": "mxfp4"}}
-    file.write_text(json.dumps(json.loads(file.read_text()) | settings))
+    method = {"quant_method": "mxfp4"}
+    edit_json(folder / "config.json", quantization_config=method)
     return floats
 
 
@@ -354,10 +349,8 @@ def learned(tmp_path_factory):
     target = Checkpoint.load(str(folder / "target"), torch.float32)
     with own_attention(target.model):
         streams, out = watched(target.model, ids)
-    taught = SimpleNamespace(
-        target=target, ids=ids, streams=streams, final=out.hidden_states[-1],
-        logits=out.logits,
-    )  # fmt: skip
+    known = {"streams": streams, "final": out.hidden_states[-1], "logits": out.logits}
+    taught = SimpleNamespace(target=target, ids=ids, **known)
     task, run = EagleTask(EagleSettings(kind="mtp")), SimpleNamespace(target=target)
     torch.manual_seed(8)
     run.module = SimpleNamespace(drafter=task.new_drafter(run))

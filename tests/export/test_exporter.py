@@ -14,15 +14,9 @@ import transformers
 from tokenizers import Tokenizer
 
 import jetdraft
+from jetdraft import CheckpointError, DeviceError, OptionError, OutputError, PairError
 from jetdraft.cli.export import command
 from jetdraft.contracts.tensors import CAPACITY, MAX_WIDTH
-from jetdraft.errors import (
-    CheckpointError,
-    DeviceError,
-    OptionError,
-    OutputError,
-    PairError,
-)
 from jetdraft.export import exporter, graphs, measures
 from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.export.request import export as public_export
@@ -31,7 +25,7 @@ from jetdraft.quant import weights
 from jetdraft.quant.choice import KL_BOUND
 from jetdraft.quant.divergence import Divergence
 from jetdraft.recipe import GRIDS, Recipe
-from tests import cases, same_text, tiny
+from tests import cases, edit_json, same_text, tiny
 from tests.programs import ROOT, python
 
 SMALL = {"capacity": 64, "max_width": 16}
@@ -119,19 +113,16 @@ def replaced(bundle, tmp_path_factory) -> jetdraft.Bundle:
     return export(source, output, options=ExportOptions(**SMALL))
 
 
-def test_target_without_drafter_still_drafts_by_lookup(replaced):
+def test_a_bundle_is_replaced_and_drafts_by_lookup_without_a_drafter(replaced):
     assert replaced.drafter is None
     assert not list(replaced.path.glob("drafter*"))
     assert Recipe.from_json(replaced.target.quantization) == Recipe("int4", 128)
-    model = jetdraft.load(replaced.path, threads=1)
-    assert model.methods == ("none", "lookup", "trigram")
-
-
-def test_exporting_again_replaces_the_bundle(replaced):
     assert replaced.target.contract.capacity == 64
     assert os.listdir(replaced.path.parent) == ["bundle"]
     assert replaced.eos_token_ids == (0, 7)
     assert (replaced.path / "chat_template.jinja").read_text() == "{{ messages }}"
+    model = jetdraft.load(replaced.path, threads=1)
+    assert model.methods == ("none", "lookup", "trigram")
 
 
 def test_the_smallest_bundle_takes_and_gives_ids(tmp_path):
@@ -235,19 +226,21 @@ def test_a_pass_is_no_wider_than_the_buffers():
 
 
 def test_linear_layers_of_any_kind_are_quantized(tmp_path):
-    config = transformers.GPT2Config(
-        vocab_size=tiny.VOCAB_SIZE, n_embd=32, n_layer=1, n_head=2, n_positions=64,
-        bos_token_id=0, eos_token_id=0, initializer_range=0.2,
-    )  # fmt: skip
+    sizes = {"vocab_size": tiny.VOCAB_SIZE, "n_embd": 32, "n_layer": 1, "n_head": 2}
+    sizes |= {"n_positions": 64, "bos_token_id": 0, "eos_token_id": 0}
+    config = transformers.GPT2Config(**sizes, initializer_range=0.2)
     checkpoint = tiny.save_checkpoint(tmp_path / "gpt2", config)
     nodes = operators(tiny.exported(checkpoint, tmp_path / "bundle", "int8"))
     assert nodes["MatMulNBits"] == 4 + 1
     assert not nodes["Gemm"] + nodes["MatMul"]
 
 
-def test_graphs_do_not_carry_paths_of_this_machine(bundle):
+def test_graphs_have_no_paths_of_this_machine_and_a_compaction_no_weights(bundle):
     place = str(Path(jetdraft.__file__).parent).encode()
     assert place not in (bundle / "target.onnx").read_bytes()
+    model = ir.load(bundle / jetdraft.Bundle.open(bundle).target.compaction_file)
+    assert not model.graph.initializers
+    assert {node.op_type for node in model.graph} == {"Gather", "TensorScatter"}
 
 
 def test_damaged_tokenizer_is_refused(pair, tmp_path):
@@ -263,9 +256,7 @@ def test_damaged_tokenizer_is_refused(pair, tmp_path):
 
 def test_weights_that_do_not_fit_their_config_are_refused(pair, tmp_path):
     target = shutil.copytree(pair.target, tmp_path / "target")
-    file = target / "config.json"
-    fields = json.loads(file.read_text())
-    file.write_text(json.dumps(fields | {"vocab_size": fields["vocab_size"] + 8}))
+    edit_json(target / "config.json", vocab_size=tiny.VOCAB_SIZE + 8)
     tiny.refused(CheckpointError, r"do not fit its config\.json", target)
 
 
@@ -318,19 +309,11 @@ def test_both_graphs_read_the_same_weights(bundle):
     assert (bundle / entry.tree_file).stat().st_size < 200_000
 
 
-def test_the_compaction_graph_has_no_weights(bundle):
-    model = ir.load(bundle / jetdraft.Bundle.open(bundle).target.compaction_file)
-    assert not model.graph.initializers
-    assert {node.op_type for node in model.graph} == {"Gather", "TensorScatter"}
-
-
 def test_sliding_windows_leave_chains_only(tmp_path):
-    config = transformers.Gemma3TextConfig(
-        vocab_size=288, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=1, head_dim=8, sliding_window=16,
-        query_pre_attn_scalar=8, eos_token_id=0,
-        layer_types=["sliding_attention", "full_attention"],
-    )  # fmt: skip
+    sizes = {**tiny.SIZES, "hidden_size": 32, "num_hidden_layers": 2, "head_dim": 8}
+    kinds = ["sliding_attention", "full_attention"]
+    windows = {"sliding_window": 16, "query_pre_attn_scalar": 8, "layer_types": kinds}
+    config = transformers.Gemma3TextConfig(**sizes, **windows)
     target = tiny.save_checkpoint(tmp_path / "target", config, seed=0)
     bundle = tiny.exported(target, tmp_path / "bundle")
     assert bundle.target.tree_file is None

@@ -65,11 +65,14 @@ def test_a_module_reads_the_state_after_the_final_norm(made, name):
     np.testing.assert_allclose(logits, answer.logits, atol=2e-4)
 
 
-def test_its_provider_must_have_the_kernels_of_the_targets_matrices(made, tmp_path):
+def test_other_kernels_and_a_second_drafter_are_refused(made, tmp_path):
+    """Its provider must have the kernels of the target's matrices."""
     _, target, head, _ = made("eagle3")
     options = ExportOptions(Recipe("q4_k"), drafter_provider="cuda")
     with pytest.raises(OptionError, match=r"no kernel for q4_k.*--drafter-provider"):
         export(target, tmp_path / "bundle", None, options, head=head)
+    with pytest.raises(OptionError, match="--drafter or --head, not both"):
+        export(target, tmp_path / "bundle", target, head=head)
     assert not (tmp_path / "bundle").exists()
 
 
@@ -106,12 +109,6 @@ def test_a_matrix_of_its_own_is_in_its_own_file(made):
     assert bytes_of(bundle, "drafter.onnx.data") > VOCAB_SIZE * 64 * 4
 
 
-def test_a_bundle_has_one_drafter(made, tmp_path):
-    _, target, head, _ = made("eagle1")
-    with pytest.raises(OptionError, match="--drafter or --head, not both"):
-        export(target, tmp_path / "bundle", target, head=head)
-
-
 def test_no_head_is_found_before_the_target_is_loaded(tmp_path):
     """The target may take a minute to load; here it does not exist."""
     output = tmp_path / "bundle"
@@ -141,10 +138,8 @@ BLOCKS = [
     {"num_draft_tokens": 5, "drafting": {"confidence": 0.0}},
     {"num_draft_tokens": 5, "drafting": {"confidence": 0.0, "steps": 2}},
 ]
-CHAINS = {
-    "eagle": [{"num_draft_tokens": 3}], "medusa": [{"num_draft_tokens": 3}],
-    "dflash": BLOCKS, "diffusion": BLOCKS,
-}  # fmt: skip
+CHAINS = {"eagle": [{"num_draft_tokens": 3}], "medusa": [{"num_draft_tokens": 3}]}
+CHAINS |= {"dflash": BLOCKS, "diffusion": BLOCKS}
 TREES = [{"drafting": {"tree": "best"}}, {"drafting": {"tree": "heap"}, "exact": False}]
 WIDE = {"drafting": {"tree": "k-ary", "branching": (2, 2)}}
 INT8, PACKED = {"recipe": "int8"}, {"recipe": "q8_0"}
@@ -152,6 +147,7 @@ STANDARD = {"flavour": "standard"}
 FP16 = {"recipe": "int8", "provider": "cuda"}
 """Exported for a GPU, which computes in half precision, and run on the CPU."""
 
+HOWS = {"": {}, "int8": INT8, "packed": PACKED, "standard": STANDARD, "fp16": FP16}
 BUNDLES = {
     "eagle3 int8": ("eagle3", INT8),
     "eagle3 packed": ("eagle3", PACKED),
@@ -172,11 +168,9 @@ BUNDLES = {
     **{
         f"{name} {how}".strip(): (name, options)
         for name in ("dflash", "diffusion")
-        for how, options in {
-            "": {}, "int8": INT8, "packed": PACKED, "standard": STANDARD, "fp16": FP16,
-        }.items()
+        for how, options in HOWS.items()
     },
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", BUNDLES)
@@ -269,18 +263,14 @@ def test_features_change_no_bit_of_the_rows(bundles):
             assert np.array_equal(one, other)
 
 
-def test_the_fusions_still_apply(bundles):
+def test_the_fusions_still_apply_and_their_matrix_stays_floats(bundles):
     plain, fused = (operators(bundle) for bundle in bundles)
     added = fused - plain
     assert not plain - fused
     assert set(added) <= {"Concat", "MatMul", "Transpose"}
     if bundles[0].flavour == "contrib":
         assert fused["SkipSimplifiedLayerNormalization"] == 2 * LAYERS
-
-
-def test_the_matrix_of_the_fusion_stays_floats(bundles):
-    _, fused = bundles
-    model = ir.load(fused.path / fused.target.file)
+    model = ir.load(bundles[1].path / bundles[1].target.file)
     names = [name for name in model.graph.initializers if name.startswith("features.")]
     assert names == ["features.parts.fc.weight"]
 

@@ -1,5 +1,5 @@
-import functools
 from dataclasses import replace
+from functools import partial
 
 import onnx_ir as ir
 import pytest
@@ -56,21 +56,13 @@ def step_of(folder, seed=0, change=None, **config) -> Step:
     return step
 
 
-def hooked(number):
-    def change(step):
-        def scale(module, args, output):
-            return output * number
-
-        step.model.lm_head.register_forward_hook(scale)
-
-    return change
+def hook(step, number):
+    head = step.model.lm_head
+    head.register_forward_hook(lambda module, args, output: output * number)
 
 
-def other_contract(**sizes):
-    def change(step):
-        step.contract = replace(step.contract, **sizes)
-
-    return change
+def other_contract(step, **sizes):
+    step.contract = replace(step.contract, **sizes)
 
 
 def other_buffer(step):
@@ -90,24 +82,31 @@ def untied(step):
     head.weight = torch.nn.Parameter(head.weight.detach().clone())
 
 
-CHANGES = {
-    "layers": {"num_hidden_layers": 2}, "frequencies": {"rope_theta": 5e4},
+CONFIGS = {
+    "layers": {"num_hidden_layers": 2},
+    "frequencies": {"rope_theta": 5e4},
     "epsilon": {"rms_norm_eps": 1e-3},
-    "capacity": {"change": other_contract(capacity=128)},
-    "width": {"change": other_contract(max_width=8)},
-    "hidden": {"change": other_contract(hidden_size=32)},
-    "buffer": {"change": other_buffer}, "ids": {"change": other_ids},
-    "type": {"change": other_type}, "tied": {"change": untied},
-    "cut": {"change": lambda step: setattr(step, "cut", 1)},
-    "hook": {"change": hooked(2.0)}, "number": {"change": hooked(3.0)},
-    "partial": {"change": lambda s: setattr(s, "part", functools.partial(print, 1))},
-}  # fmt: skip
+}
+CHANGES = {
+    "capacity": partial(other_contract, capacity=128),
+    "width": partial(other_contract, max_width=8),
+    "hidden": partial(other_contract, hidden_size=32),
+    "cut": lambda step: setattr(step, "cut", 1),
+    "hook": partial(hook, number=2.0),
+    "number": partial(hook, number=3.0),
+    "partial": lambda step: setattr(step, "part", partial(print, 1)),
+    "buffer": other_buffer,
+    "ids": other_ids,
+    "type": other_type,
+    "tied": untied,
+}
 
 
 def test_what_changes_a_graph_changes_the_fingerprint(tmp_path):
     prints = {"": fingerprint(step_of(tmp_path / "model"))}
-    for number, (name, how) in enumerate(CHANGES.items()):
-        prints[name] = fingerprint(step_of(tmp_path / str(number), **how))
+    ways = CONFIGS | {name: {"change": change} for name, change in CHANGES.items()}
+    for name, how in ways.items():
+        prints[name] = fingerprint(step_of(tmp_path / name, **how))
     assert None not in prints.values()
     assert len(set(prints.values())) == len(prints), prints
 
@@ -122,7 +121,7 @@ def test_a_replaced_method_changes_the_fingerprint(tmp_path, monkeypatch):
 def test_what_changes_no_graph_changes_no_fingerprint(tmp_path):
     prints = set()
     for seed in (0, 1):
-        step = step_of(tmp_path / str(seed), seed, hooked(2.0))
+        step = step_of(tmp_path / str(seed), seed, CHANGES["hook"])
         step.model.generation_config.top_k = 5 + seed
         prints |= {fingerprint(step), fingerprint(step)}
     assert None not in prints

@@ -44,8 +44,7 @@ def settled(tmp_path_factory) -> jetdraft.Model:
         eos_token_id=[5, 9], do_sample=True, temperature=0.7, top_p=0.8, top_k=20
     ).save_pretrained(folder / "checkpoint")
     with pytest.warns(UserWarning, match="passed over: .* eos_token <.endoftext.>"):
-        tiny.exported(folder / "checkpoint", folder / "bundle", "int8")
-    return jetdraft.load(folder / "bundle", threads=1)
+        return tiny.exported_model(folder / "checkpoint", folder / "bundle", "int8")
 
 
 def test_generation_config_decides_ends_and_sampling(settled):
@@ -131,8 +130,8 @@ def wide(tmp_path_factory) -> tuple[Path, jetdraft.Model]:
     tiny.save_checkpoint(
         folder / "checkpoint", tiny.drafter_config(vocab_size=LARGE_VOCABULARY)
     )
-    bundle = tiny.exported(folder / "checkpoint", folder / "bundle", "int8")
-    return folder / "checkpoint", jetdraft.load(bundle.path, threads=1)
+    model = tiny.exported_model(folder / "checkpoint", folder / "bundle", "int8")
+    return folder / "checkpoint", model
 
 
 def test_a_large_tied_head_is_stored_once(wide):

@@ -7,14 +7,13 @@ import pytest
 import torch
 from onnx import numpy_helper
 
-import jetdraft
 from jetdraft.errors import OptionError
 from jetdraft.export.exporter import ExportOptions
 from jetdraft.export.step import log_sum_exp
 from jetdraft.recipe import Recipe
 from tests import cases
 from tests.quant.test_sensitivity import TEXT
-from tests.tiny import exported, llama_config, save_checkpoint
+from tests.tiny import exported_model, llama_config, save_checkpoint
 
 CAPACITY = 48
 WIDTHS = (1, 2, 3, 5, 8)
@@ -42,8 +41,7 @@ def wide(request, tmp_path_factory):
     )
     save_checkpoint(folder / "checkpoint", config)
     source, output = folder / "checkpoint", folder / "bundle"
-    bundle = exported(source, output, request.param, capacity=CAPACITY)
-    return jetdraft.load(bundle.path, threads=1)
+    return exported_model(source, output, request.param, capacity=CAPACITY)
 
 
 def logits(wide, width):
@@ -114,8 +112,7 @@ def quantized(pair, tmp_path_factory):
     (folder / "text.txt").write_text(TEXT)
     options = {"calibration": folder / "text.txt", "capacity": 256, "max_width": 64}
     options |= {"drafter": pair.drafter, "drafter_recipe": "int8-kv8"}
-    bundle = exported(pair.target, folder / "bundle", "int8-kv8", **options)
-    return jetdraft.load(bundle.path, threads=1)
+    return exported_model(pair.target, folder / "bundle", "int8-kv8", **options)
 
 
 def text(model, **way):

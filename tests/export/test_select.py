@@ -64,14 +64,11 @@ def selected_by_hand(graph):
     }
 
 
-def test_the_manifest_says_what_is_selected(few):
+def test_the_manifest_says_what_is_selected_and_names_stay_short(few):
     entry = Bundle.open(few.bundle.path).target
     assert entry.selection is not None
     assert (entry.selection.rows, entry.select_file) == (ROWS, "target-select.onnx")
     assert entry.selection.first + entry.selection.recent + entry.selection.voted == 32
-
-
-def test_names_of_constants_stay_short(few):
     graph = onnx.load(few.bundle.path / "target-select.onnx", load_external_data=False)
     names = [tensor.name for tensor in graph.graph.initializer]
     assert names
@@ -238,9 +235,11 @@ def brief(tmp_path_factory):
 @pytest.mark.parametrize("count", [1, 3, 16])
 @cases(
     "tokens, reading, turns",
-    (TRAINED - 1, Reading.TURNED, False), (TRAINED + 1, Reading.TURNED, True),
-    (120, Reading.TURNED, True), (120, Reading.SELECTED, False),
-)  # fmt: skip
+    (TRAINED - 1, Reading.TURNED, False),
+    (TRAINED + 1, Reading.TURNED, True),
+    (120, Reading.TURNED, True),
+    (120, Reading.SELECTED, False),
+)
 def test_beyond_the_trained_length_keys_turn_to_adjoining_positions(
     brief, prompt, tokens, reading, turns, count
 ):

@@ -21,12 +21,19 @@ from jetdraft.methods.block.module import embedding_sha256
 from jetdraft.methods.block.task import SourceBlockTask, SourceLesson
 from jetdraft.runtime.planning.drafting import Drafting
 from jetdraft.train.blocks import Blocks
-from tests import manifests, same_text
+from tests import edit_json, edit_manifest, filled, same_text
 from tests.checkpoints.heads import layouts
 from tests.checkpoints.heads.layouts import write
 from tests.export.conftest import check_blocks, check_logits
 from tests.sources import CONFIGS, SOURCE, START, save, save_drafter
-from tests.tiny import VOCAB_SIZE, exported, llama_config, refused, save_checkpoint
+from tests.tiny import (
+    VOCAB_SIZE,
+    exported,
+    exported_model,
+    llama_config,
+    refused,
+    save_checkpoint,
+)
 from tests.whispers import save as save_whisper
 
 DRAFTED = "t5"
@@ -50,8 +57,8 @@ def pairs(tmp_path_factory):
         folder = tmp_path_factory.mktemp(name)
         target = save(folder / "target", CONFIGS[name])
         drafter = save_drafter(folder / "drafter", target, SLOTS)
-        exported(target, folder / "bundle", head=drafter)
-        return str(target), drafter, jetdraft.load(folder / "bundle", threads=1)
+        model = exported_model(target, folder / "bundle", head=drafter)
+        return str(target), drafter, model
 
     return make
 
@@ -62,8 +69,7 @@ def family(request, pairs, tmp_path_factory):
     checkpoint, _, model = pairs(request.param)
     if request.param == DRAFTED:
         folder = tmp_path_factory.mktemp("itself") / "bundle"
-        bundle = exported(checkpoint, folder, drafter=checkpoint)
-        model = jetdraft.load(bundle.path, threads=1)
+        model = exported_model(checkpoint, folder, drafter=checkpoint)
     own = AutoModelForSeq2SeqLM.from_pretrained(checkpoint).eval()
     return request.param, model, own
 
@@ -88,9 +94,7 @@ def test_logits_of_a_tree_are_those_of_its_branches(family):
     _, model, own = family
     target, before = model.parts.target, [7, 8, 9]
     target.source.encode(SOURCE)
-    target.cache.rewind(0)
-    target.run(before)
-    target.cache.advance(len(before))
+    filled(target, before)
     # Rows 1 and 2 follow row 0, row 3 follows row 2.
     tokens, depths, ancestors = [20, 30, 40, 50], [0, 1, 1, 2], [[], [0], [0], [0, 2]]
     found = target.run_branches(tokens, depths, ancestors).logits
@@ -188,9 +192,7 @@ def test_bad_sources_and_pairs_are_refused(family, tmp_path):
     with pytest.raises(JetdraftError, match="no prefix can be kept"):
         model.save_prefix(tmp_path / "prefix.npz", SOURCE)
     copy = shutil.copytree(model.bundle.path, tmp_path / "copy")
-    manifest = manifests.read(copy)
-    manifest["start_token_ids"] = []
-    manifests.write(copy, manifest)
+    edit_manifest(copy, start_token_ids=[])
     with pytest.raises(errors.BundleError, match="begins with tokens"):
         Bundle.open(copy)
     if name == "t5":
@@ -198,18 +200,12 @@ def test_bad_sources_and_pairs_are_refused(family, tmp_path):
     refused(JetdraftError, "has 64 positions", model.bundle.target.source, capacity=128)
 
 
-def test_a_checkpoint_without_a_start_is_refused(tmp_path):
-    folder = save(tmp_path / "t5", CONFIGS["t5"], tokenizer=False)
-    for file in ("config.json", "generation_config.json"):
-        fields = json.loads((folder / file).read_text())
-        fields.pop("decoder_start_token_id", None)
-        (folder / file).write_text(json.dumps(fields))
-    refused(CheckpointError, "with which token its text begins", folder)
-
-
-def test_recipes_that_read_a_text_are_refused(tmp_path):
+def test_a_recipe_of_a_text_and_a_checkpoint_without_a_start_are_refused(tmp_path):
     folder = save(tmp_path / "t5", CONFIGS["t5"], tokenizer=False)
     refused(JetdraftError, "reads no text", folder, "int4-gptq")
+    for file in ("config.json", "generation_config.json"):
+        edit_json(folder / file, decoder_start_token_id=...)
+    refused(CheckpointError, "with which token its text begins", folder)
 
 
 @pytest.fixture(scope="module", params=CONFIGS)
@@ -374,8 +370,7 @@ def test_a_damaged_drafter_is_refused(pair, tmp_path, case):
     target, drafter = pair
     changes, message = DAMAGED[case]
     folder = shutil.copytree(drafter, tmp_path / "drafter")
-    file = folder / "config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+    edit_json(folder / "config.json", **changes)
     refused(CheckpointError, message, target, head=folder)
 
 

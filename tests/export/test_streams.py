@@ -20,7 +20,14 @@ from jetdraft.runtime.drafts.rows import Probing
 from jetdraft.runtime.passes.session import open_session
 from jetdraft.train.attention import IMPLEMENTATION
 from tests import cases
-from tests.tiny import exported, llama_config, refused, save_checkpoint, save_streams
+from tests.tiny import (
+    exported,
+    exported_model,
+    llama_config,
+    refused,
+    save_checkpoint,
+    save_probes,
+)
 
 SETTINGS = StreamSettings(gamma=3, layers=1, lora_rank=4, prune_rank=2)
 COUNT = 16
@@ -38,13 +45,12 @@ ANCESTORS = [[0], [0, 1], [0, 2], [0, 1, 3], [0, 2, 4]]
 def checkpoint(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("streams") / "checkpoint"
     save_checkpoint(folder, CONFIG)
-    return save_streams(folder, request.param)
+    return save_probes(folder, request.param)
 
 
 @pytest.fixture(scope="module")
 def model(checkpoint, tmp_path_factory):
-    bundle = exported(checkpoint, tmp_path_factory.mktemp("bundles") / "streams")
-    return jetdraft.load(bundle.path, threads=1)
+    return exported_model(checkpoint, tmp_path_factory.mktemp("bundles") / "streams")
 
 
 def whole_sequence(checkpoint, change=lambda streams: None):
@@ -56,10 +62,8 @@ def whole_sequence(checkpoint, change=lambda streams: None):
     ids, rows, gamma = torch.tensor([TOKENS]), len(TOKENS), SETTINGS.gamma
     at = torch.arange(rows)
     with torch.no_grad():
-        logits, _, _ = streamed(
-            ids, at[None], at.repeat_interleave(gamma),
-            torch.arange(gamma).repeat(rows), at, use_cache=False,
-        )  # fmt: skip
+        carried = at.repeat_interleave(gamma), torch.arange(gamma).repeat(rows), at
+        logits, _, _ = streamed(ids, at[None], *carried, use_cache=False)
     found = logits[0].numpy()
     return found[:rows], found[rows:].reshape(rows, gamma, -1)
 
@@ -156,9 +160,11 @@ def test_parameters_are_those_of_the_paper():
         assert sum(p.numel() for p in streams.parameters()) == expected
 
 
-def test_a_scale_of_zero_is_the_base(tmp_path, model, checkpoint):
+def test_streams_of_the_shared_mode_only_are_merged(tmp_path, model, checkpoint):
     if model.bundle.target.streams["mode"] != SHARED:
-        pytest.skip("only streams of the shared mode change the target")
+        said = "needs streams of the shared mode"
+        refused(OptionError, said, checkpoint, adapter_scale=0.5)
+        return
     exported(save_checkpoint(tmp_path / "c", CONFIG), tmp_path / "base")
     exported(checkpoint, tmp_path / "zero", adapter_scale=0.0)
     base, scaled = (
@@ -170,13 +176,6 @@ def test_a_scale_of_zero_is_the_base(tmp_path, model, checkpoint):
     assert np.abs(tuned - base).max() > 0.01
 
 
-def test_lossless_streams_are_never_merged(tmp_path, model, checkpoint):
-    if model.bundle.target.streams["mode"] == SHARED:
-        pytest.skip("streams of the shared mode are")
-    said = "needs streams of the shared mode"
-    refused(OptionError, said, checkpoint, adapter_scale=0.5)
-
-
 @cases(
     "change", {"gamma": 0}, {"gamma": 17}, {"layers": 4}, {"layers": 0}, {"mode": "x"}
 )
@@ -185,17 +184,18 @@ def test_settings_out_of_range_are_refused(change):
         replace(SETTINGS, **change).check(3)
 
 
-def test_streams_of_other_weights_are_refused(tmp_path, checkpoint):
-    other = save_checkpoint(tmp_path / "other", CONFIG, seed=9)
-    for name in ("streams.json", "streams.safetensors"):
+@cases(
+    "seed, names, said",
+    (9, ("streams.json", "streams.safetensors"), "other weights"),
+    (0, ("streams.json",), "train the streams again"),
+)
+def test_damaged_and_foreign_streams_are_refused(
+    tmp_path, checkpoint, seed, names, said
+):
+    other = save_checkpoint(tmp_path / "other", CONFIG, seed=seed)
+    for name in names:
         (other / name).write_bytes((checkpoint / name).read_bytes())
-    refused(CheckpointError, "other weights", other)
-
-
-def test_damaged_streams_are_refused(tmp_path, checkpoint):
-    other = save_checkpoint(tmp_path / "other", CONFIG)
-    (other / "streams.json").write_bytes((checkpoint / "streams.json").read_bytes())
-    refused(CheckpointError, "train the streams again", other)
+    refused(CheckpointError, said, other)
 
 
 def cut_below_two(job: Job, contract: StepContract) -> Step:
@@ -240,25 +240,26 @@ def feeds(contract) -> dict[str, np.ndarray]:
     for row, seen in enumerate(ANCESTORS):
         mask[[1 + slot for slot in seen], row] = 0
     depths = [len(seen) - 1 for seen in ANCESTORS]
-    values = {
-        "input_ids": CUT_TOKENS, "position_ids": CURSOR + np.array([depths]),
-        "cursor": np.array([CURSOR], np.int32),
-        "total_length": np.array([contract.slots], np.int32),
-        "answer_rows": np.arange(ROWS), "draft_mask": mask,
-        "draft_start": np.array([CURSOR], np.int32),
-    }  # fmt: skip
+    values = {"input_ids": CUT_TOKENS, "position_ids": CURSOR + np.array([depths])}
+    values |= {"cursor": np.array([CURSOR], np.int32)}
+    values |= {"total_length": np.array([contract.slots], np.int32)}
+    values |= {"answer_rows": np.arange(ROWS), "draft_mask": mask}
+    values |= {"draft_start": np.array([CURSOR], np.int32)}
     for spec in contract.buffers("past"):
         values[spec.name] = random.normal(size=spec.shape).astype(np.float32)
         values[spec.name][:, :, CURSOR:] = 0
     return values
 
 
-def test_the_entry_says_where_it_is_cut(bundle):
+def test_the_entry_says_where_it_is_cut_and_the_chain_graph_is_whole(bundle):
     halves = bundle.target.halves
     assert (halves.layers, halves.hidden_size, halves.scores) == (2, 64, False)
     assert bundle.target.streams is None
-    contract = bundle.target.split_contract
-    assert [len(c.kv_shapes) for c in (contract.lower, contract.upper)] == [1, 2]
+    parts = bundle.target.split_contract
+    assert [len(c.kv_shapes) for c in (parts.lower, parts.upper)] == [1, 2]
+    chain, contract = session(bundle, bundle.target.file), bundle.target.contract
+    check_tensors(contract.inputs, chain.get_inputs(), "the chain's inputs")
+    check_tensors(contract.outputs, chain.get_outputs(), "the chain's outputs")
 
 
 def test_halves_do_what_the_whole_graph_does(bundle):
@@ -291,10 +292,3 @@ def test_halves_do_what_the_whole_graph_does(bundle):
         np.testing.assert_allclose(
             values[:, :, used], wanted[name][:, :, used], atol=1e-5
         )
-
-
-def test_the_chain_graph_keeps_nothing_of_the_cut(bundle):
-    chain = session(bundle, bundle.target.file)
-    contract = bundle.target.contract
-    check_tensors(contract.inputs, chain.get_inputs(), "the chain's inputs")
-    check_tensors(contract.outputs, chain.get_outputs(), "the chain's outputs")

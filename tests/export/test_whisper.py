@@ -10,7 +10,7 @@ from transformers import WhisperForConditionalGeneration
 import jetdraft
 from jetdraft import BundleError, CheckpointError, OptionError, errors
 from jetdraft.runtime.speech.sound import log_mel
-from tests import cases, manifests, whispers
+from tests import cases, edit_manifest, read_manifest, whispers
 from tests.export.conftest import check_logits
 from tests.tiny import exported, refused
 
@@ -164,7 +164,7 @@ def test_checkpoints_that_lack_something_are_refused(tmp_path):
 def test_manifests_with_wrong_tokens_of_speech_are_refused(whisper, tmp_path, change):
     folder = tmp_path / "bundle"
     shutil.copytree(whisper / "bundle", folder)
-    manifests.edit(folder, speech={**manifests.read(folder)["speech"], **change})
+    edit_manifest(folder, speech={**read_manifest(folder)["speech"], **change})
     with pytest.raises(BundleError, match="a model that hears has tokens of speech"):
         jetdraft.Bundle.open(folder)
 

@@ -35,12 +35,19 @@ from tests.toy_graphs import METHODS, streamed_bundle, toy_block, toy_eagle
 PROMPT = [5, 8, 9, 40, 41, 5, 8, 9, 40]
 OPTIONS: dict[str, Any] = {"max_new_tokens": 10, "ignore_eos": False}
 TEMPLATES = (
-    "{{ 1 // 0 }}", "{{ 2.0 ** 5000 }}", "{% for i in range(10 ** 9) %}{% endfor %}",
-    "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "{{ ''.__class__.__mro__ }}",
-    "{{ messages[0].content | tojson }}", "{{ raise_exception('no') }}", "{% if %}",
-    "{{ messages[7].content.x }}", "{{ '\ud800' }}", "{{ 'a' * 300000000 }}",
+    "{{ 1 // 0 }}",
+    "{{ 2.0 ** 5000 }}",
+    "{% for i in range(10 ** 9) %}{% endfor %}",
+    "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
+    "{{ ''.__class__.__mro__ }}",
+    "{{ messages[0].content | tojson }}",
+    "{{ raise_exception('no') }}",
+    "{% if %}",
+    "{{ messages[7].content.x }}",
+    "{{ '\ud800' }}",
+    "{{ 'a' * 300000000 }}",
     "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True)

@@ -126,10 +126,9 @@ def _tokenizer(draw: Random, bundle: Path) -> None:
     write_json(bundle / TOKENIZER, damaged_json(draw, whole, list(routes(whole))))
 
 
-DAMAGES: dict[str, Callable[[Random, Path], None]] = {
-    "bytes": _bytes, "swapped": _swapped, "removed": _removed, "renamed": _renamed,
-    "linked": _linked, "external": _external, "tokenizer": _tokenizer,
-}  # fmt: skip
+DAMAGES: dict[str, Callable[[Random, Path], None]] = {"bytes": _bytes}
+DAMAGES |= {"swapped": _swapped, "removed": _removed, "renamed": _renamed}
+DAMAGES |= {"linked": _linked, "external": _external, "tokenizer": _tokenizer}
 
 
 def poison(draw: Random, file: Path, table: str, columns: Sequence[str]) -> None:

@@ -168,10 +168,10 @@ def _running(
         prefix="jetdraft-fuzz-", ignore_cleanup_errors=True
     ) as folder:
         Path(folder).chmod(0o755)  # a case may become another user
+        own = {**os.environ, **environment, "TMPDIR": folder}
         process = subprocess.Popen(
-            command, stdout=subprocess.PIPE,
-            env={**os.environ, **environment, "TMPDIR": folder}, start_new_session=True,
-        )  # fmt: skip
+            command, stdout=subprocess.PIPE, env=own, start_new_session=True
+        )
         try:
             yield process
         finally:

@@ -19,14 +19,16 @@ TEXTS = (
 SCHEMA = {"type": "object", "properties": {"name": {"type": "string"}}}
 LIST = {"type": "array", "items": {"type": "integer"}, "maxItems": 4}
 CONSTRAINTS: tuple[dict[str, Any], ...] = (
-    {"regex": "[a-z ]{3,20}\\."}, {"regex": "(yes|no|The robot .*)"},
-    {"json_schema": SCHEMA}, {"json_schema": LIST},
+    {"regex": "[a-z ]{3,20}\\."},
+    {"regex": "(yes|no|The robot .*)"},
+    {"json_schema": SCHEMA},
+    {"json_schema": LIST},
     {"grammar": 'start: "a" start | "b"'},
     {"grammar": 'start: (WORD " ")+ WORD\nWORD: /[a-zA-Z]+/'},
     {"regex": f"({TAG}|[a-d ]){{1,9}}\\."},
     {"json_schema": {"enum": [TAG, "<|user|>", "the"]}},
     {"grammar": f'start: "{TAG}" /[a-z]+/ ("<|user|>" | ".")'},
-)  # fmt: skip
+)
 
 
 def draw_prompt(draw: Random, model: Model, earlier: list[int]) -> list[int]:

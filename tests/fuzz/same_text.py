@@ -14,12 +14,10 @@ from typing import Any, ClassVar
 from unittest import mock
 
 import jetdraft
+from jetdraft import BundleError, JetdraftError, Model, OptionError, Result, StoreError
 from jetdraft.devices.providers import PROVIDERS, try_provider
-from jetdraft.errors import BundleError, JetdraftError, OptionError, StoreError
 from jetdraft.methods import Method, Proposer, Rows, Traits, registered
-from jetdraft.runtime.model import Model
 from jetdraft.runtime.passes.graph import Graph
-from jetdraft.runtime.piece import Result
 from jetdraft.runtime.sampling.chooser import Chooser
 from jetdraft.runtime.text.stops import StopWatcher
 from jetdraft.testing import toy_bundle
@@ -56,10 +54,8 @@ class World:
 
     @cached_property
     def model(self) -> jetdraft.Model:
-        return jetdraft.load(
-            self.bundle, threads=1, store=self.store, learn=self.learn,
-            provider=self.provider,
-        )  # fmt: skip
+        how = {"store": self.store, "learn": self.learn, "provider": self.provider}
+        return jetdraft.load(self.bundle, threads=1, **how)
 
     @cached_property
     def reference(self) -> jetdraft.Model:

@@ -22,6 +22,7 @@ from jetdraft.server.generation_request import (
 from jetdraft.testing import toy_bundle
 from tests.fuzz import Fault, Subject
 from tests.fuzz.damages import DEEP, VALUES, routes
+from tests.runtime.text.test_worker import REFUSED
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 SAY = [{"role": "user", "content": "Tell me the speed."}]
@@ -349,15 +350,10 @@ JSON = {"Content-Type": "application/json"}
 KINDS = ("json",) * 60 + ("raw",) * 12 + ("headers", "half", "leaver", "host") * 5
 KINDS += ("slow", "path", "path") + ("burst",) * 2 + ("idle", "bomb")
 
-LARK = " & ".join(f"/(.|\\n)*a(.|\\n){{{n}}}/" for n in range(1, 26))
-PATTERN = {"type": "string", "pattern": "^" + "(ab|cd)?" * 50_000 + "$"}
-PROPERTIES = {f"p{n}": {"type": "string"} for n in range(10_000)}
 TOOLS = [{"type": "function", "function": {"name": f"tool{n}"}} for n in range(3000)]
 STOPS = [f"x{n}" for n in range(90_000)]
 BOMBS: dict[str, dict[str, Any]] = {
-    "a grammar of intersections": {"grammar": f"start: T\nT: {LARK}"},
-    "a long pattern": {"json_schema": PATTERN},
-    "many properties": {"json_schema": {"type": "object", "properties": PROPERTIES}},
+    **{name: REFUSED[name] for name in ("grammar", "long pattern", "properties")},
     "many stops": {"ignore_eos": True, "stop": STOPS},
     "a long prompt": {"prompt": "word " * 180_000},
     "many tools": {"messages": SAY, "tools": TOOLS},

@@ -64,11 +64,10 @@ class Soak(Subject):
         prompt = [draw.randrange(size) for _ in range(draw.randint(1, 250))]
         method = draw.choice(METHODS)
         fixed = draw.random() < 0.5 and method not in ("none", "auto")
-        drafting = {"num_draft_tokens": 5} if fixed else {}
-        stream = model.stream(
-            token_ids=prompt, method=method, max_new_tokens=PIECE, ignore_eos=True,
-            temperature=draw.choice((0.0, 0.9)), seed=draw.randrange(99), **drafting,
-        )  # fmt: skip
+        how = {"num_draft_tokens": 5} if fixed else {}
+        how |= {"temperature": draw.choice((0.0, 0.9)), "seed": draw.randrange(99)}
+        how |= {"method": method, "max_new_tokens": PIECE, "ignore_eos": True}
+        stream = model.stream(token_ids=prompt, **how)
         if draw.random() < 0.1:
             asyncio.run(_read(model, prompt))
         if stream.result().stats.new_tokens != PIECE:

@@ -16,8 +16,10 @@ from tests.fuzz.soak import Soak
     ("same-text", 100, {"generations compared": 80, "drafted tokens": 300}),
     ("hybrids", 30, {"generations compared": 30, "drafted tokens": 300}),
     ("mixtures", 30, {"generations compared": 30, "drafted tokens": 300}),
-    ("bundles", 100, {}), ("operators", 300, {}), ("server", 150, {}),
-)  # fmt: skip
+    ("bundles", 100, {}),
+    ("operators", 300, {}),
+    ("server", 150, {}),
+)
 def test_an_attack_finds_nothing(tmp_path, name, count, facts):
     """Templates may compute for 0.3 s here, not 5: some never end."""
     with (
@@ -36,17 +38,16 @@ def test_an_attack_finds_nothing(tmp_path, name, count, facts):
     assert all(subject.facts[what] > least for what, least in facts.items())
 
 
-def test_kills_and_full_disks_leave_old_or_new(capsys):
-    report = supervise(Faults, 0, 12, light=True)
+@cases(
+    "subject, count, fact, least",
+    (Faults, 12, "kills", 3),
+    (Soak, 14, "MB of the process at last", 0),
+)
+def test_kills_leave_old_or_new_and_nothing_grows(capsys, subject, count, fact, least):
+    report = supervise(subject, 0, count, light=True)
     assert not report.faults, capsys.readouterr().out
-    assert report.tried == 12
-    assert report.facts["kills"] > 3
-
-
-def test_nothing_grows(capsys):
-    report = supervise(Soak, 0, 14, light=True)
-    assert not report.faults, capsys.readouterr().out
-    assert "MB of the process at last" in report.facts
+    assert report.tried == count
+    assert report.facts[fact] > least
 
 
 def test_faults_name_the_command_that_repeats_them(capsys):
@@ -73,9 +74,9 @@ def test_words_and_options_may_come_in_any_order(monkeypatch):
     monkeypatch.setattr(driver, "supervise", asked)
     assert driver.main(["25", "--first", "3", "faults", "soak"]) == 0
     assert driver.main(["--count", "2500", "soak"]) == 0
-    assert [call.args for call in asked.call_args_list] == [
-        (Faults, 3, 10**9, 25.0), (Soak, 3, 10**9, 25.0), (Soak, 0, 3, float("inf"))
-    ]  # fmt: skip
+    faults, *soaks = [call.args for call in asked.call_args_list]
+    assert faults == (Faults, 3, 10**9, 25.0)
+    assert soaks == [(Soak, 3, 10**9, 25.0), (Soak, 0, 3, float("inf"))]
     assert {name: subject_named(name).name for name in SUBJECTS} == {
         name: name for name in SUBJECTS
     }

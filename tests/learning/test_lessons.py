@@ -22,17 +22,17 @@ from tests.toy_drafter import put_on_trial
 
 VOCABULARY = 100
 POISON = [
+    *((name, b"") for name in ("tokens", "places", "ids")),
+    *((name, "text") for name in ("tokens", "logits", "kept")),
     ("tokens", np.array([VOCABULARY, 1], np.uint32).tobytes()),
-    *(("tokens", value) for value in (b"", b"123", "text", 7)),
+    *(("tokens", value) for value in (b"123", 7)),
     ("tokens", b"\0" * (4 * module.MAX_TOKENS + 4)),
-    ("places", np.array([0], np.uint32).tobytes()),
-    ("places", np.array([2], np.uint32).tobytes()), ("places", b""),
+    *(("places", np.array([place], np.uint32).tobytes()) for place in (0, 2)),
     ("places", np.ones(module.MAX_PLACES + 1, np.uint32).tobytes()),
-    ("ids", np.array([1, VOCABULARY], np.uint32).tobytes()), ("ids", b""),
-    ("logits", np.array([1, np.nan], np.float32).tobytes()),
-    ("logits", np.array([1], np.float32).tobytes()), ("logits", "text"),
-    ("kept", 1e300), ("kept", "text"),
-]  # fmt: skip
+    ("ids", np.array([1, VOCABULARY], np.uint32).tobytes()),
+    *(("logits", np.float32(value).tobytes()) for value in ([1, np.nan], [1])),
+    ("kept", 1e300),
+]
 ONES = {"matrix": np.ones((4, 4), np.float32)}
 TWOS = {"matrix": np.full((4, 4), 2, np.float32)}
 NOT_FINITE = np.float32([[np.nan, 1.0]]), np.float16([[np.inf, 1.0]])
@@ -164,20 +164,18 @@ def replace_by_a_pipe(file):
     os.mkfifo(file)
 
 
-@pytest.mark.parametrize("damage", [flip_a_bit, replace_by_a_pipe])
-def test_damaged_and_missing_arrays_are_refused(toy, sets, damage):
-    name = put_on_trial(sets.folder, toy, ONES)
-    damage(sets.folder / name / module.ARRAYS)
+@cases(
+    "array, damage",
+    *((ONES["matrix"], damage) for damage in (flip_a_bit, replace_by_a_pipe)),
+    *((array, None) for array in (*NOT_FINITE, np.array([3, 4]), np.array(["text"]))),
+)
+def test_damaged_and_missing_arrays_are_refused(toy, sets, array, damage):
+    name = put_on_trial(sets.folder, toy, {"matrix": array})
+    if damage:
+        damage(sets.folder / name / module.ARRAYS)
     for each in (name, "0" * 64):
         with pytest.raises(StoreError, match="damaged or missing"):
             sets.arrays(each)
-
-
-@pytest.mark.parametrize("array", [*NOT_FINITE, np.array([3, 4]), np.array(["text"])])
-def test_arrays_that_are_no_weights_are_refused(toy, sets, array):
-    name = put_on_trial(sets.folder, toy, {"matrix": array})
-    with pytest.raises(StoreError, match="damaged or missing"):
-        sets.arrays(name)
 
 
 @pytest.mark.parametrize("text", ["no JSON", "[]", *map(json.dumps, NO_CHOICES)])

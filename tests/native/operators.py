@@ -16,12 +16,9 @@ FLAGS = "do_rotary", "rotary_interleaved", "local_window_size"
 
 def session(kind, matrix, *, threads=1, **changed):
     """A session of MatMulPacked or GatherPacked; `changed` replaces what it reads."""
-    fields = {
-        "N": len(matrix.data), "K": matrix.rows, "format": GRIDS.index(matrix.grid),
-        "layout": LAYOUT_VERSION,
-        **dict(zip(ARRAYS, matrix.packed(), strict=True)),
-        **changed,
-    }  # fmt: skip
+    fields = {"N": len(matrix.data), "K": matrix.rows}
+    fields |= {"format": GRIDS.index(matrix.grid), "layout": LAYOUT_VERSION}
+    fields |= {**dict(zip(ARRAYS, matrix.packed(), strict=True)), **changed}
     return open_session(kind, [fields.pop(name) for name in ARRAYS], threads, fields)
 
 
@@ -80,9 +77,15 @@ def random_matrix(grid, columns, rows, seed=0):
 
 class Attending:
     def __init__(
-        self, heads=4, kv_heads=2, size=64, length=80, packed=True, sinks=False,
+        self,
+        heads=4,
+        kv_heads=2,
+        size=64,
+        length=80,
+        packed=True,
+        sinks=False,
         **changed,
-    ):  # fmt: skip
+    ):
         random, self.length, self.packed = np.random.default_rng(0), length, packed
         self.sinks = random.uniform(-3, 3, heads).astype(np.float32) if sinks else None
         widths = [count * size for count in (heads, kv_heads, kv_heads)]

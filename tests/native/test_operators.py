@@ -153,15 +153,19 @@ def test_damaged_experts_are_refused(ids, changed, reason):
 
 @cases(
     "changed, reason",
-    ({"integers": SHORT}, "another size"), ({"scales": SHORT}, "another size"),
+    ({"integers": SHORT}, "another size"),
+    ({"scales": SHORT}, "another size"),
     ({"integers": SHORT.astype(np.float32)}, "float"),
-    ({"N": 64}, "another size"), ({"K": 60}, "another width"),
-    ({"K": 96}, "another size"), ({"N": 2**62}, "out of range"),
-    ({"K": 0}, "out of range"), ({"K": -32}, "out of range"),
+    ({"N": 64}, "another size"),
+    ({"K": 60}, "another width"),
+    ({"K": 96}, "another size"),
+    ({"N": 2**62}, "out of range"),
+    ({"K": 0}, "out of range"),
+    ({"K": -32}, "out of range"),
     ({"format": len(GRIDS)}, "unknown format"),
     ({"format": -1}, "unknown format"),
     ({"layout": 2}, "packed in layout 2, and this version reads layout 1"),
-)  # fmt: skip
+)
 def test_a_damaged_matrix_is_refused(changed, reason):
     matrix, x = random_matrix("Q4_0", 32, 64), np.ones((1, 64), "f4")
     with pytest.raises(Exception, match=reason):
@@ -311,16 +315,19 @@ def floats(*shape):
     ("last_row", np.array([1], np.int32), ENDS),
     ("last_row", np.array([2**31 - 1], np.int32), ENDS),
     ("last_row", np.zeros(0, np.int32), "the index of its last row"),
-    ("last_row", np.array([5]), "int64"), ("cosines", floats(80, 31), TABLES),
+    ("last_row", np.array([5]), "int64"),
+    ("cosines", floats(80, 31), TABLES),
     ("sines", floats(79, 32), TABLES),
     ("positions", np.array([[0, 1]]), TABLES),
     ("positions", np.array([[0, -1, 2]]), "position -1 has no row"),
     ("positions", np.array([[0, 1, 80]]), "position 80 has no row"),
     ("bias", floats(1, 1, 3, 5), "a bias of another shape"),
     ("bias", floats(1, 3, 3, 9), "a bias of another shape"),
-    ("num_heads", 3, HEADS), ("num_heads", 2**40, HEADS), ("kv_num_heads", 0, HEADS),
+    ("num_heads", 3, HEADS),
+    ("num_heads", 2**40, HEADS),
+    ("kv_num_heads", 0, HEADS),
     ("scale", 1, "type don.t match"),
-)  # fmt: skip
+)
 def test_damage_of_attention_is_refused(name, value, reason):
     attention = ATTENTIONS["rotated"]
     with pytest.raises(Exception, match=reason):

@@ -17,8 +17,7 @@ import torch
 from click.testing import CliRunner
 
 import jetdraft
-from jetdraft import files
-from jetdraft.bundle import Bundle
+from jetdraft import Bundle, Conversation, files
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.refusals import LAYER_COUNT_FIELDS
 from jetdraft.cli import main
@@ -37,12 +36,11 @@ from jetdraft.files import read_arrays
 from jetdraft.manifest import SEAL, seal_hash
 from jetdraft.methods.recall.method import adapt_response
 from jetdraft.parsing import JsonError, one_of, read_json
-from jetdraft.runtime.conversation import Conversation
 from jetdraft.runtime.history.store import Entry, ResponseStore
 from jetdraft.runtime.passes.graph import MAX_WIDE_BINDINGS
 from jetdraft.runtime.passes.prefix import digest_of
 from jetdraft.testing import toy_bundle
-from tests import cases, manifests
+from tests import cases, edit_json, read_manifest, write_manifest
 from tests.programs import assert_refused
 from tests.programs import jetdraft as run
 from tests.tiny import drafter_config, save_checkpoint
@@ -97,10 +95,8 @@ def test_the_same_text_after_a_binding_was_dropped(toy_model):
 
 @pytest.mark.parametrize("arguments", [["check", "--no-run"], ["generate", "-p", "x"]])
 def test_a_full_device_as_output_is_one_line(toy_model, arguments):
-    verb, *options = arguments
-    command = [
-        sys.executable, "-m", "jetdraft", verb, str(toy_model.bundle.path), *options,
-    ]  # fmt: skip
+    (verb, *options), folder = arguments, str(toy_model.bundle.path)
+    command = [sys.executable, "-m", "jetdraft", verb, folder, *options]
     with open("/dev/full", "w") as full:
         ended = subprocess.run(
             command, check=False, stdout=full, stderr=subprocess.PIPE, text=True
@@ -135,27 +131,31 @@ def test_reads_what_json_can_hold():
     assert read_json("18446744073709551615") == 2**64 - 1
     assert read_json("-9223372036854775808") == -(2**63)
     assert read_json(f"[{10**3999}]", exact=True) == [10**3999]
+    # Brackets in texts are no depth.
+    assert read_json('["' + "[{" * 1000 + '\\"[[["]') == ["[{" * 1000 + '"[[[']
 
 
-def test_exact_integers_have_a_limit_too():
-    with pytest.raises(JsonError, match="integer has 100000 digits"):
-        read_json("9" * 100_000, exact=True)
+DEEP = ["[" * 65 + "]" * 65, '{"a":' * 65 + "1" + "}" * 65, "[" * 500_000]
+DEEP += ['"\\""' + "[" * 65]
 
 
 @cases(
     "data, why",
-    ("", "no valid JSON"), ("[1,]", "no valid JSON"), ('{"a": "x', "no valid JSON"),
-    ("\ufeff{}", "no valid JSON"), ("[NaN]", "NaN"), ("[-Infinity]", "Infinity"),
-    ("[1e999]", "too large"), ("[-1e999]", "too large"),
-    ("18446744073709551616", "64 bits"), ("-9223372036854775809", "64 bits"),
-    ("9" * 100_000, "64 bits"), ('"\\ud800"', "surrogate"),
-    ('["\\uDFFF\\ud83d"]', "surrogate"), ('{"\\ud800": 1}', "surrogate"),
-    ('"\ud800"', "UTF-8"), (b'"\xff"', "UTF-8"), ('{"a": 1, "a": 2}', "twice"),
-    ("[" * 65 + "]" * 65, "deeper than 64"),
-    ('{"a":' * 65 + "1" + "}" * 65, "deeper than 64"),
-    ("[" * 500_000, "deeper than 64"), ('"\\""' + "[" * 65, "deeper than 64"),
-    (b"1" + b" " * 1_000_000, "bytes"), ('"' + "é" * 600_000 + '"', "bytes"),
-)  # fmt: skip
+    *((data, "no valid JSON") for data in ("", "[1,]", '{"a": "x', "\ufeff{}")),
+    ("[NaN]", "NaN"),
+    ("[-Infinity]", "Infinity"),
+    *((f"[{number}]", "too large") for number in ("1e999", "-1e999")),
+    *((str(number), "64 bits") for number in (2**64, -(2**63) - 1)),
+    ("9" * 100_000, "64 bits"),
+    ('"\\ud800"', "surrogate"),
+    ('["\\uDFFF\\ud83d"]', "surrogate"),
+    ('{"\\ud800": 1}', "surrogate"),
+    *((text, "UTF-8") for text in ('"\ud800"', b'"\xff"')),
+    ('{"a": 1, "a": 2}', "twice"),
+    *((text, "deeper than 64") for text in DEEP),
+    (b"1" + b" " * 1_000_000, "bytes"),
+    ('"' + "é" * 600_000 + '"', "bytes"),
+)
 def test_refuses_the_rest(data, why):
     with pytest.raises(JsonError, match=why) as refused:
         read_json(data)
@@ -171,12 +171,10 @@ def test_limits_are_the_callers():
     assert read_json("[1]", most_bytes=3) == [1]
     with pytest.raises(JsonError, match="more than 2 bytes"):
         read_json("[1]", most_bytes=2)
+    with pytest.raises(JsonError, match="integer has 100000 digits"):
+        read_json("9" * 100_000, exact=True)
     with pytest.raises(JsonError, match="nested too deeply"):
         read_json("[" * 200_000, most_depth=10**6)
-
-
-def test_brackets_in_strings_are_no_depth():
-    assert read_json('["' + "[{" * 1000 + '\\"[[["]') == ["[{" * 1000 + '"[[[']
 
 
 def test_takes_time_in_proportion():
@@ -192,9 +190,12 @@ def test_takes_time_in_proportion():
     "text, shown",
     ("plain, é, 字", "plain, é, 字"),
     ("a\x1b[2Jb\n\t\x7f\x9b", "a\\x1b[2Jb\\n\\t\\x7f\\x9b"),
-    ("\u202eevil\u2066\u200b", "\\u202eevil\\u2066\\u200b"), ("\ud800", "\\ud800"),
-    ("\u2028x", "\\u2028x"), (ValueError("no\nway"), "no\\nway"), (None, "None"),
-)  # fmt: skip
+    ("\u202eevil\u2066\u200b", "\\u202eevil\\u2066\\u200b"),
+    ("\ud800", "\\ud800"),
+    ("\u2028x", "\\u2028x"),
+    (ValueError("no\nway"), "no\\nway"),
+    (None, "None"),
+)
 def test_shows_what_would_steer_the_terminal(text, shown):
     assert printable(text) == shown
     printable(text).encode("utf-8")
@@ -231,11 +232,6 @@ def folder(whole, tmp_path):
     return shutil.copytree(whole, tmp_path / "checkpoint")
 
 
-def edit(folder, **changes):
-    file = folder / "config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
-
-
 def load(folder):
     return Checkpoint.load(str(folder), torch.float32)
 
@@ -247,7 +243,11 @@ def test_a_checkpoint_s_code_does_not_run_whatever_the_terminal_says(
     mark = tmp_path / "mark"
     (folder / "evil.py").write_text(EVIL.format(mark=str(mark)))
     if part == "config":
-        edit(folder, model_type="evil", auto_map={"AutoConfig": "evil.EvilConfig"})
+        edit_json(
+            folder / "config.json",
+            model_type="evil",
+            auto_map={"AutoConfig": "evil.EvilConfig"},
+        )
     else:
         classes = {"AutoTokenizer": [None, "evil.EvilTokenizer"]}
         tokenizer = {"tokenizer_class": "EvilTokenizer", "auto_map": classes}
@@ -276,14 +276,21 @@ def test_a_damaged_pickle_is_one_line(folder, content):
 
 @cases(
     "changes",
-    {"hidden_size": "16"}, {"num_attention_heads": None},
-    {"num_hidden_layers": [1]}, {"vocab_size": {}}, {"rms_norm_eps": "small"},
-    {"rope_parameters": 5}, {"model_type": 5}, {"quantization_config": 5},
-    {"eos_token_id": "x"}, {"eos_token_id": [[1]]}, {"architectures": 5},
-)  # fmt: skip
+    {"hidden_size": "16"},
+    {"num_attention_heads": None},
+    {"num_hidden_layers": [1]},
+    {"vocab_size": {}},
+    {"rms_norm_eps": "small"},
+    {"rope_parameters": 5},
+    {"model_type": 5},
+    {"quantization_config": 5},
+    {"eos_token_id": "x"},
+    {"eos_token_id": [[1]]},
+    {"architectures": 5},
+)
 def test_a_config_of_wrong_types_is_one_line(folder, changes):
     (folder / "generation_config.json").unlink(missing_ok=True)
-    edit(folder, **changes)
+    edit_json(folder / "config.json", **changes)
     try:
         load(folder)
     except CheckpointError as error:
@@ -307,14 +314,18 @@ def test_a_config_of_wrong_types_is_one_line(folder, changes):
     ),
 )
 def test_what_a_config_asks_for_beyond_its_files_is_not_built(folder, changes, said):
-    edit(folder, **changes)
+    edit_json(folder / "config.json", **changes)
     with pytest.raises(CheckpointError, match=said):
         load(folder)
 
 
 def test_a_number_that_counts_no_layers_is_not_bounded(folder):
     """As Gemma 3n and Gemma 4 have it."""
-    edit(folder, vocab_size_per_layer_input=262_144, hidden_size_per_layer_input=10**5)
+    edit_json(
+        folder / "config.json",
+        vocab_size_per_layer_input=262_144,
+        hidden_size_per_layer_input=10**5,
+    )
     assert load(folder).vocab_size == 32
 
 
@@ -333,7 +344,7 @@ def test_a_name_that_no_checkpoint_can_have_is_one_line(name):
 
 def test_an_end_of_text_that_cannot_occur_is_left_out(folder):
     (folder / "generation_config.json").unlink(missing_ok=True)
-    edit(folder, eos_token_id=[-1, 2, 99])
+    edit_json(folder / "config.json", eos_token_id=[-1, 2, 99])
     assert load(folder).eos_token_ids == (2,)
 
 
@@ -369,12 +380,12 @@ def changed(manifest: dict, path: tuple, value: object) -> dict:
 
 
 def test_any_wrong_field_is_refused_or_harmless(own_toy):
-    manifest, opened, messages = manifests.read(own_toy), 0, []
+    manifest, opened, messages = read_manifest(own_toy), 0, []
     paths = list(places(manifest))
     assert len(paths) > 60
     for path in paths:
         for value in WRONG:
-            manifests.write(own_toy, changed(manifest, path, value))
+            write_manifest(own_toy, changed(manifest, path, value))
             try:
                 describe_bundle(Bundle.open(own_toy)).encode()
                 opened += 1
@@ -385,13 +396,13 @@ def test_any_wrong_field_is_refused_or_harmless(own_toy):
 
 
 def test_a_name_that_steers_the_terminal_is_shown_as_text(own_toy):
-    manifest = manifests.read(own_toy)
+    manifest = read_manifest(own_toy)
     path = ("graphs", "target", "source")
-    manifests.write(own_toy, changed(manifest, path, "a\x1b[2J\nmade with love"))
+    write_manifest(own_toy, changed(manifest, path, "a\x1b[2J\nmade with love"))
     shown = CliRunner().invoke(main, ["check", "--no-run", str(own_toy)])
     assert shown.exit_code == 0
     assert "from a\\x1b[2J\\nmade with love\n" in shown.stdout
-    manifests.write(own_toy, changed(manifest, path, "\ud800"))
+    write_manifest(own_toy, changed(manifest, path, "\ud800"))
     result = CliRunner().invoke(main, ["check", "--no-run", str(own_toy)])
     assert_refused(result, "is damaged")
 
@@ -526,18 +537,19 @@ def test_names_that_no_file_can_have(toy_model, own_toy, tmp_path, name):
         toy_model.load_prefix(file)
 
 
-def test_a_pipe_stays_a_pipe(toy_model, tmp_path):
+@cases(
+    "make, said",
+    (os.mkfifo, "it is a pipe or a device"),
+    (lambda path: path.symlink_to(path.name), "it is a link to itself"),
+    ids=["pipe", "loop"],
+)
+def test_a_place_that_cannot_be_written_stays(toy_model, tmp_path, make, said):
     """A device would be replaced as well, which only root can make."""
-    os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(OutputError, match="it is a pipe or a device"):
-        toy_model.save_prefix(tmp_path / "pipe", toy_model.prompt(KEPT))
-    assert (tmp_path / "pipe").is_fifo()
-
-
-def test_a_link_to_itself_is_refused(toy_model, tmp_path):
-    (tmp_path / "loop").symlink_to("loop")
-    with pytest.raises(OutputError, match="it is a link to itself"):
-        toy_model.save_prefix(tmp_path / "loop", toy_model.prompt(KEPT))
+    make(path := tmp_path / "place")
+    before = path.lstat()
+    with pytest.raises(OutputError, match=said):
+        toy_model.save_prefix(path, toy_model.prompt(KEPT))
+    assert path.lstat() == before
 
 
 def test_a_bundle_that_cannot_be_looked_at_is_refused():

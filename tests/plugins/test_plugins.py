@@ -12,6 +12,7 @@ import jetdraft
 from jetdraft import OptionError, methods
 from jetdraft.cli import main
 from jetdraft.methods import OWN, Method, Proposer, Rows, Traits, registered
+from tests import cases
 from tests.programs import ended
 
 HERE = Path(__file__).parent
@@ -35,8 +36,9 @@ REFUSED = {
     "memory=0": "memory 0 is too small; give 1 or more",
 }
 SAMPLINGS = [
-    (), *(("--temperature", t, "--seed", seed) for t, seed in ((0.8, 1), (1.2, 2)))
-]  # fmt: skip
+    (),
+    *(("--temperature", t, "--seed", seed) for t, seed in ((0.8, 1), (1.2, 2))),
+]
 LENGTHS = [1, 2, 4, None]
 BROKEN = {
     "missing": ("import no_module_of_this_name", "cannot be loaded"),
@@ -95,14 +97,11 @@ def test_it_is_one_of_the_methods(seen):
     assert seen["warnings"] == []
 
 
-def test_it_writes_the_text_of_plain_decoding(seen):
+def test_it_writes_the_text_of_plain_decoding_and_auto_may_pick_it(seen):
     assert len(seen["texts"]) == 12
     for same, length, drafted in seen["texts"]:
         assert same
         assert length is None or drafted > 10
-
-
-def test_auto_may_pick_it(seen):
     assert "again" in seen["lineup"]
     same, by_method = seen["auto"]
     assert same
@@ -155,9 +154,8 @@ def test_the_command_line_generates_with_it(lines, sampling, length):
 
 @pytest.mark.parametrize("drafting", REFUSED)
 def test_an_option_that_cannot_be_ends_with_2(lines, drafting):
-    assert lines[drafting] == {
-        "exit_code": 2, "stdout": "", "stderr": f"error: {REFUSED[drafting]}\n",
-    }  # fmt: skip
+    refusal = f"error: {REFUSED[drafting]}\n"
+    assert lines[drafting] == {"exit_code": 2, "stdout": "", "stderr": refusal}
 
 
 def test_it_is_measured_beside_plain_decoding(lines):
@@ -180,19 +178,19 @@ class Rootless(Proposer):
         return self.rows(context[-1]) if callable(self.rows) else self.rows
 
 
-@pytest.mark.parametrize("rows", [Rows.chain([5, 6]), Rows([], []), None, [5, 6]])
-def test_a_draft_without_the_root_is_refused(toy_model, rows):
+OUTSIDE = "method 'rootless' proposes token {}, .*; ids are 0 to 383$"
+
+
+@cases(
+    "rows, line",
+    *((rows, "method 'rootless'") for rows in (Rows.chain([5, 6]), Rows([], []))),
+    *((rows, "method 'rootless'") for rows in (None, [5, 6])),
+    (lambda root: Rows.chain([root, 6, -1]), OUTSIDE.format(-1)),
+    (lambda root: Rows.chain([root, 6, 384]), OUTSIDE.format(384)),
+)
+def test_a_draft_without_the_root_or_of_no_token_is_refused(toy_model, rows, line):
     """Otherwise its first token would change the text."""
     method = Method("rootless", "no root", lambda parts, options: Rootless(rows))
-    with registered(method), pytest.raises(OptionError, match="method 'rootless'"):
-        toy_model.generate("The robot", method="rootless", num_draft_tokens=2)
-
-
-@pytest.mark.parametrize("token", [-1, 384])
-def test_a_token_outside_the_vocabulary_is_refused(toy_model, token):
-    rooted = Rootless(lambda root: Rows.chain([root, 6, token]))
-    method = Method("rootless", "no token", lambda parts, options: rooted)
-    line = f"method 'rootless' proposes token {token}, .*; ids are 0 to 383$"
     with registered(method), pytest.raises(OptionError, match=line):
         toy_model.generate("The robot", method="rootless", num_draft_tokens=2)
 

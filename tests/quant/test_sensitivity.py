@@ -207,17 +207,14 @@ def test_a_text_becomes_equal_windows(checkpoint, tmp_path):
     assert short.shape[1] > 2
 
 
-@pytest.mark.parametrize(("text", "reason"), [("", "0 tokens"), ("d", "1 tokens")])
-def test_a_text_without_tokens_is_refused(checkpoint, tmp_path, text, reason):
-    with pytest.raises(DataError, match=reason):
-        windows(checkpoint, tmp_path, text)
-
-
 def test_a_text_that_cannot_be_read_is_refused(checkpoint, tmp_path):
-    with pytest.raises(DataError, match="no data file"):
-        Windows.of(tmp_path / "nothing", checkpoint.tokenizer)
-    with pytest.raises(DataError, match="has no tokenizer"):
-        Windows.of(tmp_path / "nothing", None)
+    for text, reason in (("", "0 tokens"), ("d", "1 tokens")):
+        with pytest.raises(DataError, match=reason):
+            windows(checkpoint, tmp_path, text)
+    own = checkpoint.tokenizer
+    for words, reason in ((own, "no data file"), (None, "has no tokenizer")):
+        with pytest.raises(DataError, match=reason):
+            Windows.of(tmp_path / "nothing", words)
 
 
 def test_moments_are_those_of_the_inputs(checkpoint, tmp_path):
@@ -241,7 +238,7 @@ def test_moments_are_those_of_the_inputs(checkpoint, tmp_path):
 def test_a_model_with_streams_is_calibrated_as_it_is_without(tmp_path):
     tiny.save_checkpoint(tmp_path / "c", tiny.llama_config(num_hidden_layers=2))
     settings = StreamSettings(gamma=3, layers=1, lora_rank=4, prune_rank=2)
-    tiny.save_streams(tmp_path / "c", settings)
+    tiny.save_probes(tmp_path / "c", settings)
     (tmp_path / "text.txt").write_text(TEXT)
     text = tmp_path / "text.txt"
     tiny.exported(tmp_path / "c", tmp_path / "b", "int4-gptq", calibration=text)

@@ -152,9 +152,12 @@ def readers_of_float_matrices(model: ir.Model) -> set[str]:
     }
 
 
-def test_no_float_matrix_remains_beside_tables_and_scales(quantized):
+def test_no_float_matrix_remains_and_embedding_rows_are_columns_of_the_head(quantized):
+    """Tables of positions and scales are floats."""
     readers = readers_of_float_matrices(quantized)
     assert readers == {"GroupQueryAttention", "MatMulNBits", "GatherBlockQuantized"}
+    head = nodes(quantized, "MatMulNBits")[-1]
+    np.testing.assert_array_equal(all_embeddings(quantized), dequantized(head).T)
 
 
 def test_tied_embedding_reads_the_one_packed_matrix_of_the_head(quantized):
@@ -166,11 +169,6 @@ def test_tied_embedding_reads_the_one_packed_matrix_of_the_head(quantized):
         for value in quantized.graph.initializers.values()
         if value.dtype == ir.DataType.UINT8 and value.shape[0] == VOCAB_SIZE
     ] == [head.inputs[1]]
-
-
-def test_embedding_rows_are_exactly_the_columns_of_the_head(quantized):
-    head = nodes(quantized, "MatMulNBits")[-1]
-    np.testing.assert_array_equal(all_embeddings(quantized), dequantized(head).T)
 
 
 def test_embedding_of_its_own_stays_a_float_lookup(tmp_path):
@@ -240,18 +238,14 @@ def test_numbers_that_are_not_finite_are_refused_by_name(tied, number):
 
 
 def test_names_of_recipes():
-    for name in (
-        "int4-rtn-b128", "int8-gptq-b32", "int2-hqq-b16-head8", "none",
-        "int4-gptq-b64-up0.11-head8-kv8",
-    ):  # fmt: skip
+    right = "int4-rtn-b128 int8-gptq-b32 int2-hqq-b16-head8 none"
+    for name in f"{right} int4-gptq-b64-up0.11-head8-kv8".split():
         assert Recipe.parse(name).name == name
         assert Recipe.from_json(Recipe.parse(name).to_json()).name == name
     assert Recipe.parse("int4", 64) == Recipe("int4", 64)
     assert Recipe.parse("int4-headnone").of_unit(HEAD).bits is None
-    for wrong in (
-        "int3", "int4-best", "int4-b31", "int4-b0", "int4-head9", "", "int4-",
-        "int8-up0", "int4-up", "none-head8",
-    ):  # fmt: skip
+    wrongs = "int3 int4-best int4-b31 int4-b0 int4-head9 int4- int8-up0 int4-up"
+    for wrong in ("", *wrongs.split(), "none-head8"):
         with pytest.raises(OptionError):
             Recipe.parse(wrong)
 
@@ -317,16 +311,15 @@ def test_the_kernel_computes_with_the_same_numbers(name, bits):
     if blocks.packed_zeros is not None:
         names.append("zeros")
         arrays["zeros"] = blocks.packed_zeros
-    node = helper.make_node(
-        "MatMulNBits", names, ["y"], domain="com.microsoft", K=ROWS, N=COLUMNS,
-        bits=bits, block_size=32,
-    )  # fmt: skip
-    value = helper.make_tensor_value_info
-    graph = helper.make_graph(
-        [node], "g", [value("x", TensorProto.FLOAT, [1, ROWS])],
-        [value("y", TensorProto.FLOAT, [1, COLUMNS])],
-        [numpy_helper.from_array(array, key) for key, array in arrays.items()],
-    )  # fmt: skip
+    sizes = {"K": ROWS, "N": COLUMNS, "bits": bits, "block_size": 32}
+    sizes |= {"domain": "com.microsoft"}
+    node = helper.make_node("MatMulNBits", names, ["y"], **sizes)
+    x, y = (
+        helper.make_tensor_value_info(name, TensorProto.FLOAT, [1, size])
+        for name, size in (("x", ROWS), ("y", COLUMNS))
+    )
+    constants = [numpy_helper.from_array(array, key) for key, array in arrays.items()]
+    graph = helper.make_graph([node], "g", [x], [y], constants)
     opsets = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]
     model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
     session = onnxruntime.InferenceSession(model.SerializeToString())

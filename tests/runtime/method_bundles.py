@@ -43,7 +43,7 @@ def _exported(folder: Path, method: str) -> None:
 
     from jetdraft.checkpoints.streams import FORECAST, PromptSettings
     from tests.checkpoints.heads import layouts
-    from tests.tiny import exported, llama_config, save_checkpoint, save_prompts
+    from tests.tiny import exported, llama_config, save_checkpoint, save_probes
 
     torch.manual_seed(3)
     checkpoint, options = folder.with_name(f"{method}-checkpoint"), {}
@@ -52,9 +52,9 @@ def _exported(folder: Path, method: str) -> None:
     source = None
     if method == "ppd":
         ranks = ((0.5, 0.2), (0.4, 0.2), (0.3, 0.1))
-        save_prompts(checkpoint, PromptSettings(gamma=3, ranks=ranks))
+        save_probes(checkpoint, PromptSettings(gamma=3, ranks=ranks))
     elif method == "forecast":
-        save_prompts(checkpoint, PromptSettings(gamma=3, prefix=4, mode=FORECAST))
+        save_probes(checkpoint, PromptSettings(gamma=3, prefix=4, mode=FORECAST))
     elif method == "select":
         options = {"select_kv": 16}
     else:

@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 
 import jetdraft
+from jetdraft import Conversation, OptionError
 from jetdraft.bundle import TARGET, Bundle
-from jetdraft.errors import OptionError
 from jetdraft.methods import OWN, methods
-from jetdraft.runtime.conversation import Conversation
 from tests import cases
 from tests.programs import refused_option
 from tests.runtime.method_bundles import MAKE
@@ -42,10 +41,8 @@ def model_of(method_bundles, tmp_path_factory):
 
 
 def text(model, method, prompt=PROMPT, tokens=TOKENS, **options):
-    return model.generate(
-        token_ids=prompt, method=method, max_new_tokens=tokens, ignore_eos=True,
-        **options,
-    )  # fmt: skip
+    how = {"method": method, "max_new_tokens": tokens, "ignore_eos": True}
+    return model.generate(token_ids=prompt, **how, **options)
 
 
 def drafts_of(method, step=2, lengths=(4,)):
@@ -151,16 +148,15 @@ def test_a_cancelled_generation(model_of, method):
         assert text(model, method).token_ids == plain
 
 
+PENALTIES = {"presence_penalty": 0.5, "frequency_penalty": 0.3}
+PENALTIES |= {"repetition_penalty": 1.4, "logit_bias": {5: 3.0, 9: -100.0}}
+NAME = {"type": "string", "minLength": 5, "maxLength": 9}
+PARTS = {"type": "array", "items": {"type": "integer"}, "minItems": 1, "maxItems": 2}
 RULES = {
-    "penalty": {"repetition_penalty": 1.4, "logit_bias": {5: 3.0, 9: -100.0},
-                "presence_penalty": 0.5, "frequency_penalty": 0.3},
+    "penalty": PENALTIES,
     "regex": {"regex": "[a-z]{9} and then [a-z]{9}", "temperature": 0.8, "seed": 3},
-    "json": {"json_schema": record(
-        name={"type": "string", "minLength": 5, "maxLength": 9},
-        parts={"type": "array", "items": {"type": "integer"}, "minItems": 1,
-               "maxItems": 2},
-    )},
-}  # fmt: skip
+    "json": {"json_schema": record(name=NAME, parts=PARTS)},
+}
 
 
 @every_method

@@ -16,14 +16,11 @@ from jetdraft.runtime.claim import Idle
 from tests.programs import ended
 
 IDS = np.random.default_rng(4).integers(0, 288, 20).tolist()
-OPTIONS = {
-    "token_ids": IDS, "max_new_tokens": 80, "ignore_eos": True, "temperature": 0.9,
-    "seed": 3,
-}  # fmt: skip
+OPTIONS = {"token_ids": IDS, "max_new_tokens": 80, "ignore_eos": True}
+OPTIONS |= {"temperature": 0.9, "seed": 3}
 OTHER_IDS = np.random.default_rng(12).integers(0, 288, 20).tolist()
-HOW = {
-    "token_ids": OTHER_IDS, "max_new_tokens": 30, "ignore_eos": True, "method": "none",
-}  # fmt: skip
+HOW = {"token_ids": OTHER_IDS, "max_new_tokens": 30, "ignore_eos": True}
+HOW |= {"method": "none"}
 USES = {
     "tune": lambda model, file: tune(model),
     "measure": lambda model, file: model.measure_again(),
@@ -325,13 +322,10 @@ def test_a_generation_that_fails_frees_the_model(model):
     assert len(model.generate(**HOW).token_ids) == 30
 
 
-def test_twins_do_not_wait_for_each_other(model, going):
+def test_twins_wait_for_each_other_to_measure_only(model, going):
+    """They share what was measured, in the buffers of the first model."""
     with model.twin() as twin:
+        with pytest.raises(JetdraftError, match="already generating"):
+            twin.measure_again()
         expected = twin.generate(**HOW).token_ids
     assert going.result().token_ids == expected
-
-
-def test_a_twin_measures_only_while_the_first_model_is_free(model, going):
-    """They share what was measured, in the buffers of the first model."""
-    with model.twin() as twin, pytest.raises(JetdraftError, match="already generating"):
-        twin.measure_again()

@@ -13,14 +13,15 @@ from tests import cases
 IDS = np.random.default_rng(4).integers(0, 288, 20).tolist()
 OPTIONS = {"token_ids": IDS, "max_new_tokens": 40, "ignore_eos": True}
 METHODS = [{"method": "none"}, {"method": "draft", "num_draft_tokens": 3}]
-SAMPLED = {
-    "token_ids": IDS, "max_new_tokens": 120, "ignore_eos": True, "temperature": 1.0,
-    "seed": 3,
-}  # fmt: skip
+SAMPLED = {"token_ids": IDS, "max_new_tokens": 120, "ignore_eos": True}
+SAMPLED |= {"temperature": 1.0, "seed": 3}
 LETTERS = SimpleNamespace(
     push=lambda ids: "".join(map(chr, ids)), special=lambda id: "", rest=lambda: ""
 )
 """Text of tokens that are letters."""
+THOUGHT = "<think>\nA < b.\n</think>\n\nYes </think>"
+NO_THOUGHT = " No thought <think>a</think>"
+CHANNEL = "<|channel>thought\nHm.<channel|>Yes."
 HARMONY = (
     "<|channel|>analysis<|message|>Think.<|end|><|start|>assistant"
     "<|channel|>final<|message|>An <answer>.<|return|>"
@@ -52,9 +53,13 @@ def whole(model):
     return model.generate(**OPTIONS, method="none").token_ids
 
 
-def test_length(model, options, whole):
-    result = model.generate(**options)
-    check(result, "length", whole)
+def test_length_is_no_cancel_afterwards(model, options, whole):
+    with model.stream(**options) as stream:
+        result = stream.result()
+        stream.cancel()
+    stream.close()
+    for each in (result, stream.result()):
+        check(each, "length", whole)
     assert len(result.token_ids) == 40
     assert result.prompt_tokens == len(IDS)
     assert result.stats.time_to_first_token > 0
@@ -134,14 +139,6 @@ def test_cancelled_in_a_loop_of_asyncio(model, options, whole, end):
     result = asyncio.run(main())
     check(result, "cancelled", whole)
     assert 0 < len(result.token_ids) < 40
-
-
-def test_a_text_that_came_to_its_end_is_not_cancelled(model, options, whole):
-    with model.stream(**options) as stream:
-        stream.result()
-        stream.cancel()
-    stream.close()
-    check(stream.result(), "length", whole)
 
 
 def test_deadline(model, options, whole, monkeypatch):
@@ -263,19 +260,16 @@ def test_wrong_values_are_refused(model, wrong, words):
 @pytest.mark.parametrize("rounds", [1, 2, 7, 99])
 @cases(
     "template, in_thought, text, thought, answer",
-    ("</think>", False, "<think>\nA < b.\n</think>\n\nYes </think>", "A < b.",
-     "Yes </think>"),
+    ("</think>", False, THOUGHT, "A < b.", "Yes </think>"),
     ("</think>", True, " Hm. stop </think> a<think>b", "Hm. stop", "a<think>b"),
-    ("</think>", False, " No thought <think>a</think>", "",
-     " No thought <think>a</think>"),
+    ("</think>", False, NO_THOUGHT, "", NO_THOUGHT),
     ("</think>", True, "It never ends </thi", "It never ends </thi", ""),
     ("</think>", True, "</think> <think>", "", "<think>"),
     ("</think>", True, "\n\n</think>\n\na stop b", "", "a "),
     ("<|channel|>analysis", False, HARMONY, "Think.", "An <answer>.<|return|>"),
-    ("<|channel>thought", False, "<|channel>thought\nHm.<channel|>Yes.", "Hm.",
-     "Yes."),
+    ("<|channel>thought", False, CHANNEL, "Hm.", "Yes."),
     ("[/THINK]", False, "[THINK]Hm.[/THINK]Yes.", "Hm.", "Yes."),
-)  # fmt: skip
+)
 def test_thoughts_are_apart(template, in_thought, text, thought, answer, rounds):
     thoughts = ThoughtReader(Thinking.of(f"x {template} y"), in_thought or None)
     watcher, found, said = StopWatcher(LETTERS, [], ["stop"], None, thoughts), "", ""

@@ -214,9 +214,7 @@ def test_at_most_eight_frames_from_a_round_to_onnxruntime(model, monkeypatch):
 
     monkeypatch.setattr(PassBinding, "run", counted)
     model.forget()
-    model.generate(
-        token_ids=PROMPT, method="draft", num_draft_tokens=4, max_new_tokens=20,
-        ignore_eos=True,
-    )  # fmt: skip
+    how = {"method": "draft", "num_draft_tokens": 4, "max_new_tokens": 20}
+    model.generate(token_ids=PROMPT, ignore_eos=True, **how)
     assert set(depths) == {True, False}
     assert max(depths.values()) <= 8

@@ -1,6 +1,5 @@
-"""Models that read pictures, against transformers: tiles, logits, texts, the server."""
+"""Models that read pictures, against transformers: tiles, logits, texts."""
 
-import base64
 import importlib
 import io
 import json
@@ -31,18 +30,11 @@ from jetdraft.contracts.step_contract import StepContract
 from jetdraft.errors import ContractError, OptionError, UnsupportedModelError
 from jetdraft.runtime.passes.graph import Graph
 from jetdraft.runtime.passes.pictures import PictureRows, cut, read_picture, url_of
-from jetdraft.server import Limits
-from jetdraft.server.app import Service
-from jetdraft.server.request_queue import MIN_ROWS, PrefixFolder
 from tests import cases, tiny
 from tests.checkpoints.heads import layouts
-from tests.programs import printed
 from tests.runtime.test_recurrent import add_mtp
-from tests.server.serving import served
-from tests.server.test_dialects import post
 from tests.tiny import VOCAB_SIZE, exported, refused, save_tokenizer
 
-CAMERA = Path(__file__).parents[2] / "examples" / "camera.py"
 SIDE = 32
 MARKS = ["<image>", "<fake_token_around_image>", "<global-img>", "<img>", "</img>"]
 PLACE = "<start_of_image>"
@@ -55,25 +47,20 @@ TEMPLATE = (
     "{{ m['content'] }}{% else %}{% for p in m['content'] %}{{ '<image>' if p['type'] "
     "== 'image' else p['text'] }}{% endfor %}{% endif %}\n{% endfor %}assistant:"
 )
-TEXT = {
-    **{"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2},
-    **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16},
-    **{"pad_token_id": 0, "eos_token_id": 0, "vocab_size": VOCAB_SIZE},
-}
+TEXT = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+TEXT |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+TEXT |= {"pad_token_id": 0, "eos_token_id": 0, "vocab_size": VOCAB_SIZE}
 VISION = {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2}
 VISION |= {"num_attention_heads": 3, "patch_size": 8}
 IMAGE = VOCAB_SIZE - len(ADDED)
 
-
 TABLE = {"num_position_embeddings": 64}
 DEEP = TABLE | {"deepstack_visual_indexes": [0, 2]}
 TURNED_BY_THREE = {"rope": {"mrope_interleaved": True}}
-HYBRID = {
-    **{"layer_types": ["linear_attention", "full_attention"]},
-    **{"linear_num_value_heads": 4, "linear_num_key_heads": 2},
-    **{"linear_key_head_dim": 16, "linear_value_head_dim": 16},
-    "rope": {"partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]},
-}
+HYBRID = {"rope": {"partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]}}
+HYBRID |= {"linear_num_value_heads": 4, "linear_num_key_heads": 2}
+HYBRID |= {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
+HYBRID |= {"layer_types": ["linear_attention", "full_attention"]}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 EXPERTS |= {"shared_expert_intermediate_size": 32}
 WINDOWS = {"window_size": 32, "fullatt_block_indexes": [1]}
@@ -81,41 +68,41 @@ KINDS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window
 OF_LAYERS = {"hidden_size_per_layer_input": 32, "global_head_dim": 32}
 OF_LAYERS |= {"vocab_size_per_layer_input": VOCAB_SIZE}
 SQUARE, LONGEST = {"height": SIDE, "width": SIDE}, {"longest_edge": 6 * SIDE}
-STEPS = dict.fromkeys(
-    ["do_resize", "do_rescale", "do_normalize", "use_thumbnail"], True
-)
+LFM2 = {"encoder_patch_size": 8, "tile_size": SIDE, "min_tiles": 2, "max_tiles": 6}
+LFM2 |= {"min_image_tokens": 3, "max_image_tokens": 10, "do_image_splitting": True}
+LFM2 |= {"max_pixels_tolerance": 2.0, "resample": 2, "rescale_factor": 1 / 255}
+LFM2 |= {"image_mean": [0.5] * 3, "image_std": [0.4] * 3, "use_thumbnail": True}
+LFM2 |= {"do_resize": True, "do_rescale": True, "do_normalize": True}
 EDGES = {"size": {"longest_edge": 4 * SIDE}, "max_image_size": {"longest_edge": SIDE}}
-IDEFICS = (
-    {"image_size": SIDE}, {"model_type": "llama"},
-    {"scale_factor": 2, "pad_token_id": 0}, EDGES,
-)  # fmt: skip
+OF_IDEFICS = {"scale_factor": 2, "pad_token_id": 0}
+IDEFICS = ({"image_size": SIDE}, {"model_type": "llama"}, OF_IDEFICS, EDGES)
 
 
 def qwen(text, vision):
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]}
     marks = ("video_token_id", "vision_start_token_id", "vision_end_token_id")
-    return (
-        "Qwen2VL", {"num_hidden_layers": 3, "out_hidden_size": 64, **vision},
-        {**text, "rope_parameters": {**rope, **text["rope"]}},
-        {mark: IMAGE + number for number, mark in enumerate(marks, 1)},
-        {"size": {"shortest_edge": 256, "longest_edge": 128 * 64}, "patch_size": 8},
-    )  # fmt: skip
+    own = {mark: IMAGE + number for number, mark in enumerate(marks, 1)}
+    fields = {"size": {"shortest_edge": 256, "longest_edge": 128 * 64}, "patch_size": 8}
+    vision = {"num_hidden_layers": 3, "out_hidden_size": 64, **vision}
+    text = {**text, "rope_parameters": {**rope, **text["rope"]}}
+    return "Qwen2VL", vision, text, own, fields
 
 
 def mistral(text):
     square = {"height": 16, "width": 16}  # as transformers' Processor gives it
-    return (
-        "Pixtral", {"model_type": "pixtral"}, {"model_type": text},
-        {"spatial_merge_size": 2}, {"size": LONGEST, "patch_size": square},
-    )  # fmt: skip
+    types = {"model_type": "pixtral"}, {"model_type": text}
+    fields = {"size": LONGEST, "patch_size": square}
+    return "Pixtral", *types, {"spatial_merge_size": 2}, fields
 
 
 FAMILIES = {
     "smolvlm": ("SmolVLM", *IDEFICS),
     "idefics3": ("Idefics3", *IDEFICS),
     "internvl": (
-        "GotOcr2", {"image_size": [SIDE, SIDE], "patch_size": [8, 8]},
-        {"model_type": "qwen2"}, {"image_seq_length": 4},
+        "GotOcr2",
+        {"image_size": [SIDE, SIDE], "patch_size": [8, 8]},
+        {"model_type": "qwen2"},
+        {"image_seq_length": 4},
         {"size": SQUARE, "crop_to_patches": True, "min_patches": 1, "max_patches": 6},
     ),
     "qwen3_vl": qwen(TURNED_BY_THREE, DEEP),
@@ -126,25 +113,27 @@ FAMILIES = {
     "mistral3": mistral("mistral"),
     "mistral3, ministral3": mistral("ministral3"),
     "lfm2_vl": (
-        "Lfm2Vl", {"model_type": "siglip2_vision_model", "num_patches": 16},
+        "Lfm2Vl",
+        {"model_type": "siglip2_vision_model", "num_patches": 16},
         {"model_type": "lfm2", "layer_types": ["conv", "full_attention"]},
         {"projector_hidden_size": 40},
-        {"encoder_patch_size": 8, "tile_size": 32, "min_tiles": 2, "max_tiles": 6,
-         "min_image_tokens": 3, "max_image_tokens": 10, "do_image_splitting": True,
-         "max_pixels_tolerance": 2.0, "resample": 2, "image_mean": [0.5] * 3,
-         "image_std": [0.4] * 3, "rescale_factor": 1 / 255, **STEPS},
+        LFM2,
     ),
     "gemma3": (
-        "Gemma3", {"image_size": SIDE, "patch_size": 4}, KINDS,
-        {"mm_tokens_per_image": 16}, {"size": SQUARE},
+        "Gemma3",
+        {"image_size": SIDE, "patch_size": 4},
+        KINDS,
+        {"mm_tokens_per_image": 16},
+        {"size": SQUARE},
     ),
     "gemma4": (
-        "Gemma4", {"pooling_kernel_size": 2, "head_dim": 16, "num_key_value_heads": 3},
+        "Gemma4",
+        {"pooling_kernel_size": 2, "head_dim": 16, "num_key_value_heads": 3},
         KINDS | OF_LAYERS | {"use_bidirectional_attention": "vision"},
         {"boi_token_id": 7, "eoi_token_id": 8},
         {"max_soft_tokens": 70, "patch_size": 8, "pooling_kernel_size": 2},
     ),
-}  # fmt: skip
+}
 """The image processor, fields of the vision and the text config, of the config and of
 the processor, by model type."""
 
@@ -152,10 +141,9 @@ the processor, by model type."""
 def save(folder, family, **sizes):
     save_tokenizer(folder, added=ADDED)
     name, vision, text, own, fields = FAMILIES[family]
-    config = transformers.AutoConfig.for_model(
-        family.split(",")[0], vision_config=VISION | vision, text_config=TEXT | text,
-        image_token_id=IMAGE, **own,
-    )  # fmt: skip
+    configs = {"vision_config": VISION | vision, "text_config": TEXT | text}
+    own = {"image_token_id": IMAGE, **configs, **own}
+    config = transformers.AutoConfig.for_model(family.split(",")[0], **own)
     torch.manual_seed(0)
     config.text_config.update(sizes)
     model = transformers.AutoModelForImageTextToText.from_config(config)
@@ -223,21 +211,26 @@ def picture(seed, height=50, width=83):
     return np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
-def both(request, once):
-    """A bundle's model, and transformers' model and image processor."""
+def folder_of(once, family):
+    """A folder that has a checkpoint, and its bundle with a drafter, once in a run."""
 
     def make(folder):
         (folder / "checkpoint").mkdir(parents=True)
-        save(folder / "checkpoint", request.param)
+        save(folder / "checkpoint", family)
         drafter = save_tokenizer(folder / "drafter", added=ADDED)
         config = transformers.LlamaConfig(**{**TEXT, "num_hidden_layers": 1})
         transformers.LlamaForCausalLM(config).save_pretrained(drafter)
-        width = 12 if request.param == "gemma3" else 16  # fewer rows than an image has
+        width = 12 if family == "gemma3" else 16  # fewer rows than an image has
         sizes = {"capacity": 256, "max_width": width}
         exported(folder / "checkpoint", folder / "bundle", drafter=drafter, **sizes)
 
-    folder = once(f"sees-{request.param}", make)
+    return once(f"sees-{family}", make)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def both(request, once):
+    """A bundle's model, and transformers' model and image processor."""
+    folder = folder_of(once, request.param)
     source = folder / "checkpoint"
     whole = transformers.AutoModelForImageTextToText.from_pretrained(source).eval()
     processor = processor_of(source)
@@ -409,8 +402,7 @@ def assistant_of(source, config):
 
 
 def probes_of(settings, source, _):
-    is_prompt = isinstance(settings, PromptSettings)
-    (tiny.save_prompts if is_prompt else tiny.save_streams)(source, settings)
+    tiny.save_probes(source, settings)
 
 
 STREAMS = partial(probes_of, StreamSettings(gamma=2, layers=1, lora_rank=4))
@@ -580,91 +572,6 @@ def test_graphs_of_the_standard_flavour_read_images(tmp_path):
         assert model.chat(messages, max_new_tokens=8).token_ids == text
 
 
-DATA = base64.b64encode(encoded(Image.fromarray(picture(8)))).decode()
-URL = f"data:image/png;base64,{DATA}"
-SHORT = {"model": "eyes", "max_tokens": 6, "temperature": 0, "stream": False}
-CHAT = "/v1/chat/completions"
-OLLAMA = {"stream": False, "options": {"num_predict": 6, "temperature": 0}}
-OF_OPENAI = {"type": "image_url", "image_url": {"url": URL}}
-OF_ANTHROPIC = {"type": "image", "source": {"type": "base64", "data": DATA}}
-OF_RESPONSES = {"type": "input_image", "image_url": URL}
-INPUT = asked(OF_RESPONSES, {"type": "input_text", "text": "a"})
-OF_OLLAMA = [{"role": "user", "content": "a", "images": [DATA]}]
-SEEN = {
-    CHAT: SHORT | {"messages": asked(OF_OPENAI, text_of("a"))},
-    "/v1/messages": SHORT | {"messages": asked(OF_ANTHROPIC, text_of("a"))},
-    "/v1/responses": {"input": INPUT, "max_output_tokens": 6, "temperature": 0},
-    "/api/chat": OLLAMA | {"messages": OF_OLLAMA},
-    "/api/generate": OLLAMA | {"prompt": "a", "images": [DATA]},
-}
-UNSEEN = ["http://x/y.png", "data:image/png;base64,###", "x.png"]
-FROM_URL = {"type": "image", "source": {"type": "url", "url": "http://x/y.png"}}
-REFUSED = [  # Where an image stands, in the words of each API.
-    *((CHAT, "messages", asked({"image_url": {"url": url}}),
-       "messages[0].content[0] must be an image") for url in UNSEEN),
-    (CHAT, "messages", asked({"image_url": {"url": "data:;base64,AAAA"}}),
-     "the image cannot be read"),
-    ("/v1/messages", "messages", asked(text_of("a"), FROM_URL),
-     "messages[0].content[1] must be an image as data:"),
-    ("/v1/responses", "input", [*INPUT, *asked({"file_id": "f"})],
-     "input[1].content[0] must be a text, or an image in base64"),
-    ("/api/chat", "messages", [OF_OLLAMA[0] | {"images": [DATA, "###"]}],
-     "messages[0].images[1] must be an image in base64"),
-]  # fmt: skip
-
-
-def test_the_server_takes_pictures_in_every_dialect(both, tmp_path):
-    model = both[0]
-    said = model.chat(asked(image_of(picture(8)), text_of("a")), max_new_tokens=6).text
-    with (
-        jetdraft.Pool(model.bundle.path, 1, threads=1) as pool,
-        served(Service(pool, "eyes", Limits(), images=tmp_path)) as address,
-    ):
-        (tmp_path / "x y.png").write_bytes(base64.b64decode(DATA))
-        (tmp_path / "link.png").symlink_to(__file__)
-        files = {"": 200, "x%20y.png": 200, "link.png": 400, "../a": 400}
-        for (place, body), (name, expected) in product(SEEN.items(), files.items()):
-            text, url = json.dumps(body), f"file://{tmp_path}/{name}"
-            if name:
-                text = text.replace(f'base64", "data": "{DATA}', f'url", "url": "{url}')
-                text = text.replace(URL, url).replace(DATA, url)
-            answer = post(address, place, {"model": "eyes", **json.loads(text)})
-            assert answer.status_code == expected, (place, answer.text)
-            if expected == 200:
-                assert json.dumps(said)[1:-1] in json.dumps(answer.json()), place
-            if expected == 200 and place == CHAT:
-                asked_for = answer.json()["usage"]["prompt_tokens_details"]
-                rows = cut(picture(8), model.bundle.vision).rows
-                assert asked_for["image_tokens"] == rows
-                assert answer.json()["choices"][0]["message"]["content"] == said
-        for place, field, given, words in REFUSED:
-            answer = post(address, place, {"model": "eyes", field: given})
-            assert answer.status_code == 400
-            assert words in json.dumps(answer.json())
-
-
-@pytest.mark.parametrize("both", ["smolvlm"], indirect=True)
-def test_a_camera_and_the_command_line(both, tmp_path):
-    bundle = both[0].bundle.path
-    lines = printed(sys.executable, CAMERA, bundle, "--frames", 2).splitlines()
-    assert [json.loads(line)["frame"] for line in lines] == [0, 1]
-    (tmp_path / "x.png").write_bytes(encoded(Image.fromarray(picture(9))))
-    common = ["generate", str(bundle), "a", "-n", "4", "--temperature", "0"]
-    done = CliRunner().invoke(cli, [*common, "--image", str(tmp_path / "x.png")])
-    said = both[0].chat(asked(image_of(picture(9)), text_of("a")), max_new_tokens=4)
-    assert done.stdout.startswith(said.text)
-    for given, words in ((tmp_path, "not an image"), ("http://x", "would be fetched")):
-        done = CliRunner().invoke(cli, [*common, "--image", str(given)])
-        assert (done.exit_code, words in done.stderr) == (2, True)
-    talk = ["chat", str(bundle), "-n", "4", "--image", str(tmp_path / "x.png")]
-    lines = f"{'a ' * 300}\na\n/image y\n/image {tmp_path}/x.png\n/reset\na\n"
-    done = CliRunner().invoke(cli, [*talk, "--temperature", "0"], input=lines)
-    alone = both[0].chat(asked(text_of("a")), max_new_tokens=4)
-    assert done.stdout == f"{said.text}\n{alone.text}\n", "a refused turn keeps images"
-    assert "has at least 697 tokens" in done.stderr
-    assert "No such file" in done.stderr
-
-
 @pytest.mark.parametrize("both", ["gemma3"], indirect=True)
 @pytest.mark.parametrize("text", ["a\n{0}b", "{0}\n\nb", "{0}{0}", "\n{0}\n{0}\n"])
 def test_line_breaks_beside_a_picture_are_tokens_of_the_whole_text(both, text):
@@ -678,21 +585,6 @@ def test_line_breaks_beside_a_picture_are_tokens_of_the_whole_text(both, text):
 def test_the_token_of_a_row_is_no_place_beside_a_mark(both):
     with pytest.raises(OptionError, match="an image's row; write <start_of_im"):
         both[0].generate(f"{MARKS[0]} a {PLACE}", images=[picture(1)])
-
-
-@pytest.mark.parametrize("both", ["gemma3"], indirect=True)
-def test_the_beginning_before_a_marked_picture_is_saved(both, tmp_path):
-    model, folder = both[0], PrefixFolder(tmp_path, "own", 10**9)
-    text = "the " * (2 * MIN_ROWS)
-    for seed in (1, 2):
-        given = {"images": [picture(seed)], "max_new_tokens": 2, "method": "none"}
-        with model.stream(text + PLACE, **given) as stream:
-            list(stream)
-        folder.save(model, stream.prompt)
-    [file] = tmp_path.glob("own/*.npz")
-    saved = np.load(file)["tokens"].tolist()
-    assert saved == list(stream.prompt[: len(saved)])
-    assert stream.prompt[len(saved)] == model.parts.picture_place
 
 
 def test_the_kv_of_pictures_read_whole_are_floats(tmp_path):
@@ -812,11 +704,20 @@ def test_a_text_of_a_bundle_is_no_form():
 
 @cases(
     "wrong",
-    {"first_row": 8}, {"std": (1.0, 0.0, 1.0)}, {"rows": 9}, {"least": 2},
-    {"side": 5000}, {"axes": (0,)}, {"tiling": SPLIT}, {"text": {}},
-    {"patch": 3}, {"tiles": (1, 65)}, {"tiles": (2, 1)}, {"span": 600},
+    {"first_row": 8},
+    {"std": (1.0, 0.0, 1.0)},
+    {"rows": 9},
+    {"least": 2},
+    {"side": 5000},
+    {"axes": (0,)},
+    {"tiling": SPLIT},
+    {"text": {}},
+    {"patch": 3},
+    {"tiles": (1, 65)},
+    {"tiles": (2, 1)},
+    {"span": 600},
     {"patch": 4, "most": 63},
-)  # fmt: skip
+)
 def test_fields_that_contradict_each_other_are_refused(wrong):
     right = replace(LONE, text=dict.fromkeys(TEXTS, ""))
     contract = StepContract(9, 8, 8, "float32", ((1, 16),), picture_size=2)
@@ -826,23 +727,24 @@ def test_fields_that_contradict_each_other_are_refused(wrong):
 
 
 EMPTY = dict.fromkeys(TEXTS, "")
+ENDED = {"text": EMPTY | {"end": "x"}}
 TURNED = {"rows": 1, "patch": 4, "most": 64, "frequencies": (0.5,), "axes": (1,)}
+TURNED |= {"text": EMPTY}
+OF_TURNED = {"rows": 2}, {"tiling": GRID}, {"patch": 0}
+OF_WHOLE = (
+    {"text": EMPTY},
+    {"text": EMPTY | {"break": "x", "end": "x"}},
+    {"tiling": GRID},
+    {"rows": 7},
+    {"rows": 1, "patch": 4, "most": 7 * 64},
+)
 
 
-@pytest.mark.parametrize(
-    ("sizes", "right", "wrong"),
-    [
-        ({"turn_size": 1}, {**TURNED, "text": EMPTY}, wrong)
-        for wrong in ({"rows": 2}, {"tiling": GRID}, {"patch": 0})
-    ]
-    + [
-        ({"whole_pictures": True}, {"text": EMPTY | {"end": "x"}}, wrong)
-        for wrong in (
-            {"text": EMPTY}, {"text": EMPTY | {"break": "x", "end": "x"}},
-            {"tiling": GRID}, {"rows": 7}, {"rows": 1, "patch": 4, "most": 7 * 64},
-        )
-    ],
-)  # fmt: skip
+@cases(
+    "sizes, right, wrong",
+    *(({"turn_size": 1}, TURNED, wrong) for wrong in OF_TURNED),
+    *(({"whole_pictures": True}, ENDED, wrong) for wrong in OF_WHOLE),
+)
 def test_pictures_that_turn_or_are_read_whole_have_one_block(sizes, right, wrong):
     vision = replace(LONE, **right)
     contract = StepContract(9, 8, 6, "float32", ((1, 16),), picture_size=2, **sizes)

@@ -1,6 +1,5 @@
 """Targets with recurrent states or shared layers: all methods give the plain text."""
 
-import json
 import shutil
 from dataclasses import replace
 from functools import partial
@@ -12,15 +11,14 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import jetdraft
+from jetdraft import OptionError, ProviderError, Sampling
 from jetdraft.bundle import CHAT_TEMPLATE
 from jetdraft.cli.check import LINEAR_ATTENTION
 from jetdraft.contracts.step_contract import STATE_ROWS
-from jetdraft.errors import OptionError, ProviderError
 from jetdraft.methods.glide.assistant import Assistant
 from jetdraft.runtime.measured.survey import Survey
 from jetdraft.runtime.passes.binding import PassBinding
-from jetdraft.runtime.sampling.chooser import Sampling
-from tests import cases, programs, same_text, tiny
+from tests import cases, edit_json, programs, same_text, tiny
 from tests.checkpoints.heads import layouts
 from tests.checkpoints.heads import test_acceptance_gate as gate
 from tests.checkpoints.heads.test_mtp import edit
@@ -201,11 +199,9 @@ def teach_assistant(head, model, ids, steps=120, drafted=3):
     slots, window = torch.arange(ids.shape[1]), head.config.text_config.sliding_window
     first = {"full_attention": 0, "sliding_attention": roots[:, None] - window - 1}
     reads = {k: (slots >= one) & (slots < roots[:, None]) for k, one in first.items()}
-    how = {
-        "attention_mask": {k: -1e9 * ~mask[None, None] for k, mask in reads.items()},
-        "shared_kv_states": seen.shared_kv_states, "position_ids": roots[None],
-        "use_cache": False, "logits_to_keep": slots,
-    }  # fmt: skip
+    masks = {k: -1e9 * ~mask[None, None] for k, mask in reads.items()}
+    how = {"attention_mask": masks, "shared_kv_states": seen.shared_kv_states}
+    how |= {"position_ids": roots[None], "use_cache": False, "logits_to_keep": slots}
     optimizer = torch.optim.AdamW(head.parameters(), lr=3e-3)
     for _ in range(steps):
         state, losses = seen.hidden_states[-1][:, roots - 1], []
@@ -300,10 +296,8 @@ def test_shared_keys_are_floats(tmp_path):
 
 def test_layer_types_that_do_not_fit_the_weights_are_refused(tmp_path):
     source = save_checkpoint(tmp_path / "lfm2", HYBRIDS["lfm2"]())
-    file = source / "config.json"
-    fields = json.loads(file.read_text())
-    fields["layer_types"] = ["conv", "conv", "full_attention"]
-    file.write_text(json.dumps(fields))
+    kinds = ["conv", "conv", "full_attention"]
+    edit_json(source / "config.json", layer_types=kinds)
     result = programs.jetdraft("export", source, "-o", tmp_path / "bundle")
     programs.assert_refused(result, "lacks the weights")
     assert not (tmp_path / "bundle").exists()

@@ -83,9 +83,8 @@ def test_every_method_refuses_token_by_token_as_plain_decoding_does(guarded, opt
 
 @pytest.mark.parametrize("verifier", LOSSY)
 def test_lossy_verifiers_let_answers_through_that_the_target_refuses(guarded, verifier):
-    lossy = {
-        "method": "draft", "num_draft_tokens": 2, "drafting": {"verifier": verifier}
-    }  # fmt: skip
+    lossy = {"method": "draft", "num_draft_tokens": 2}
+    lossy |= {"drafting": {"verifier": verifier}}
     with pytest.raises(OptionError, match="exact"):
         answer(guarded, BAD[0], **lossy)
     seeds = range(12)

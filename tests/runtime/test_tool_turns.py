@@ -9,10 +9,10 @@ import pytest
 from openai import BadRequestError, OpenAI
 from tokenizers import AddedToken
 
-from jetdraft import Conversation, Options, Pool, Tools, load
-from jetdraft.errors import OptionError
+from jetdraft import Conversation, OptionError, Options, Pool, Tools, load
 from jetdraft.runtime.text.template import user_message
 from jetdraft.server.app import Service
+from tests import cases
 from tests.runtime.test_conversation import with_template
 from tests.runtime.text.test_tools import record, tool
 from tests.server import test_dialects as dialects
@@ -44,9 +44,8 @@ def test_calls_come_back_parsed_and_results_go_on(talk):
     [call] = talk.calls
     assert (call.name, call.arguments) == ("read_sensor", {"sensor": "speed"})
     assert talk.last.text == text
-    assert talk.messages[-1] == {
-        "role": "assistant", "content": "", "tool_calls": [call.for_template()],
-    }  # fmt: skip
+    turn = {"role": "assistant", "content": "", "tool_calls": [call.for_template()]}
+    assert talk.messages[-1] == turn
     list(talk.answer('{"speed": 33}'))
     assert talk.calls == []
     assert re.fullmatch(r"The speed is \d+ meters per second\.", talk.last.text)
@@ -66,20 +65,19 @@ def test_what_it_wrote_and_was_told_is_kept_in_a_file(talk, toy_model, tmp_path)
     assert (other.messages, other.calls) == (talk.messages, [])
 
 
-@pytest.mark.parametrize("results", [(), ("1", "2")])
-def test_each_call_needs_its_result(talk, results):
+@cases(
+    "results, fact",
+    ([], "has 1 calls, not"),
+    (["1", "2"], "has 1 calls, not"),
+    ([{1, 2}], "'read_sensor' is not JSON"),
+)
+def test_each_call_needs_its_result_in_json(talk, results, fact):
     list(talk.say("Tell me the speed."))
-    with pytest.raises(OptionError, match="has 1 calls, not"):
+    with pytest.raises(OptionError, match=fact):
         talk.answer(*results)
     talk.reset()
     with pytest.raises(OptionError, match="has 0 calls, not 1"):
         talk.answer("1")
-
-
-def test_a_result_must_be_json(talk):
-    list(talk.say("Tell me the speed."))
-    with pytest.raises(OptionError, match="'read_sensor' is not JSON"):
-        talk.answer({1, 2})
 
 
 def test_full_buffers_lose_a_turn_with_its_calls(toy_model):
@@ -98,19 +96,14 @@ def test_full_buffers_lose_a_turn_with_its_calls(toy_model):
 
 
 def test_a_chat_has_calls_too(toy_model):
-    ask = [user_message("Tell me the speed.")]
+    ask, hello = [user_message("Tell me the speed.")], [user_message("Hello")]
     result = toy_model.chat(ask, tools=TOOLS, max_new_tokens=64)
     assert [call.arguments for call in result.calls] == [{"sensor": "speed"}]
     options = Options.of(max_new_tokens=64)
     assert toy_model.chat(ask, options, tools=TOOLS).calls
-    assert toy_model.chat([user_message("Hello")], options, tools=TOOLS).calls == []
-
-
-def test_a_tool_that_must_be_called_is_called(toy_model):
+    assert toy_model.chat(hello, options, tools=TOOLS).calls == []
     must = Tools(TOOLS.functions, "read_sensor")
-    [call] = toy_model.chat(
-        [user_message("Hello")], tools=must, max_new_tokens=64
-    ).calls
+    [call] = toy_model.chat(hello, options, tools=must).calls
     assert call.arguments["sensor"] in SENSORS
 
 
@@ -120,11 +113,13 @@ def test_a_refused_schema_is_named(toy_model):
         toy_model.chat([user_message("Hello")], tools=tools)
 
 
-# Some of Qwen's added tokens, and whether they are special.
-ADDED = {
-    "<|im_start|>": True, "<|im_end|>": True, "<tool_call>": False,
-    "</tool_call>": False, "<|fim_prefix|>": False, "<think>": False,
-}  # fmt: skip
+def added(special, words):
+    """Tokens for each of the words, which are special, or which are not."""
+    return [AddedToken(word, special=special) for word in words.split()]
+
+
+# Some of Qwen's.
+SPECIAL, WORDS = "<|im_start|> <|im_end|>", "<tool_call> </tool_call> <|fim_prefix|>"
 TEMPLATE = """\
 {% if tools %}<|im_start|>system
 {% for tool in tools %}{{ tool.function.name }} {% endfor %}
@@ -153,11 +148,8 @@ DRAFTS = [
 @pytest.fixture(scope="module", params=["Qwen", "special"])
 def pool(bundle, tmp_path_factory, request):
     folder = tmp_path_factory.mktemp("token-tools") / "bundle"
-    added = [
-        AddedToken(text, special=special or request.param == "special")
-        for text, special in ADDED.items()
-    ]
-    with_template(bundle, folder, TEMPLATE, added)
+    own = added(request.param == "special", f"{WORDS} <think>")
+    with_template(bundle, folder, TEMPLATE, [*added(True, SPECIAL), *own])
     with Pool(folder, 1, threads=1) as pool:
         yield pool
 
@@ -249,24 +241,20 @@ def test_the_server_gives_the_same_calls(client, model, way):
     draft = DRAFTS[1]
     for choice in ("auto", "required", "turn"):
         options = biased(model, choice)
-        asked = {
-            "model": "m", "messages": MESSAGES, "tools": FUNCTIONS,
-            "parallel_tool_calls": False, "max_tokens": options.pop("max_new_tokens"),
-            **way, **options,
-        }  # fmt: skip
+        asked = {"model": "m", "messages": MESSAGES, "tools": FUNCTIONS, **way}
+        asked |= {"parallel_tool_calls": False, "extra_body": draft}
+        asked |= {"max_tokens": options.pop("max_new_tokens"), **options}
         tools = Tools(FUNCTIONS, choice, parallel=False)
         expected = model.chat(MESSAGES, tools=tools, **way, **biased(model, choice))
         named = {"type": "function", "function": {"name": choice}}
         asked["tool_choice"] = named if choice == "turn" else choice
-        found = client.chat.completions.create(**asked, extra_body=draft).choices[0]
+        found = client.chat.completions.create(**asked).choices[0]
         assert found.finish_reason == "tool_calls"
         assert found.message.content is None
         assert of(found.message.tool_calls) == [
             (call.name, call.arguments) for call in expected.calls
         ]
-        chunks = list(
-            client.chat.completions.create(**asked, extra_body=draft, stream=True)
-        )
+        chunks = list(client.chat.completions.create(**asked, stream=True))
         parts = [c for each in chunks for c in each.choices[0].delta.tool_calls or []]
         [name] = {part.function.name for part in parts} - {None}
         arguments = "".join(part.function.arguments for part in parts)
@@ -292,24 +280,20 @@ HARMONY = """\
 {% for message in messages %}<|start|>{{ message.role }}<|message|>
 {{- message.content }}<|end|>{% endfor %}<|start|>assistant
 {#- <|channel|>analysis<|message|> <|channel|>commentary to=functions. #}"""
-THOUGHT_TOKENS = {
-    "tags": {"<|im_start|>": True, "<|im_end|>": True, "<think>": False,
-             "</think>": False},
-    "harmony": dict.fromkeys(
-        ["<|start|>", "<|return|>", "<|channel|>", "<|message|>", "<|end|>",
-         "<|constrain|>"], True),
-}  # fmt: skip
+OF_HARMONY = "<|start|> <|return|> <|channel|> <|message|> <|end|> <|constrain|>"
+THINKERS = {
+    "tags": (THINKING, [*added(True, SPECIAL), *added(False, "<think> </think>")]),
+    "harmony": (HARMONY, added(True, OF_HARMONY)),
+}
 SCHEMA = record(side={"enum": ["left", "right"]}, n={"const": 7})
 
 
 @pytest.fixture(scope="module")
 def thinkers(bundle, tmp_path_factory):
     models = {}
-    for name, tokens in THOUGHT_TOKENS.items():
+    for name, (source, tokens) in THINKERS.items():
         folder = tmp_path_factory.mktemp(name) / "bundle"
-        added = [AddedToken(text, special=tokens[text]) for text in tokens]
-        source = THINKING if name == "tags" else HARMONY
-        models[name] = load(with_template(bundle, folder, source, added), threads=1)
+        models[name] = load(with_template(bundle, folder, source, tokens), threads=1)
     return models
 
 
@@ -345,21 +329,22 @@ def test_a_thought_ends_in_time(thinkers, way, most):
     stream.push(closing)
     text = stream.push(result.token_ids[end:]) + stream.rest()
     assert result.text == text.lstrip()
-    assert result.stats.thought_tokens == most + closing.index(
-        model.encode("</think>")[0]
-    ) + 1  # fmt: skip
-    raw = model.generate(token_ids=prompt, max_thinking_tokens=most, **{
-        k: v for k, v in how.items() if k != "template"})  # fmt: skip
+    before_tag = closing.index(model.encode("</think>")[0])
+    assert result.stats.thought_tokens == most + before_tag + 1
+    del how["template"]
+    raw = model.generate(token_ids=prompt, max_thinking_tokens=most, **how)
     assert (raw.thought, len(raw.token_ids)) == ("", 40), "no reply of a chat"
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
-@pytest.mark.parametrize(
-    ("template", "think", "end", "has_thought"),
-    [({"opens": True}, 0.0, -1000.0, True), ({"opens": True}, 0.0, 60.0, True),
-     ({}, 1000.0, 0.0, True), ({}, -1000.0, 0.0, False),
-     ({"enable_thinking": False}, -1000.0, 0.0, False)],
-)  # fmt: skip
+@cases(
+    "template, think, end, has_thought",
+    ({"opens": True}, 0.0, -1000.0, True),
+    ({"opens": True}, 0.0, 60.0, True),
+    ({}, 1000.0, 0.0, True),
+    ({}, -1000.0, 0.0, False),
+    ({"enable_thinking": False}, -1000.0, 0.0, False),
+)
 def test_structured_output_begins_after_the_thought(
     thinkers, way, template, think, end, has_thought
 ):
@@ -476,11 +461,9 @@ def test_the_server_sends_thoughts_apart(thinkers):
             body = dialects.body_of(path, MESSAGES, stream, **same, **own_budget)
             answer = dialects.post(address, path, body)
             assert heard(path, answer, stream) == [own.thought, own.text], answer.text
-        for more in (
-            {"reasoning_effort": "none"}, {"extra_body": {"enable_thinking": False}},
-            {"extra_body": {"thinking": {"type": "disabled"}}},
-        ):  # fmt: skip
-            plain = create(**how, **more)
+        off = {"enable_thinking": False}, {"thinking": {"type": "disabled"}}
+        for body in ({"reasoning_effort": "none"}, *off):
+            plain = create(**how, extra_body=body)
             assert plain.usage.prompt_tokens > whole.usage.prompt_tokens
             assert not hasattr(plain.choices[0].message, "reasoning_content")
         with pytest.raises(BadRequestError, match="must be an object"):

@@ -1,5 +1,6 @@
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -8,10 +9,8 @@ import openai
 import pytest
 from click.testing import CliRunner
 
+from jetdraft import Logprob, Piece, Result, Stats
 from jetdraft.cli import main
-from jetdraft.runtime.measured.stats import Stats
-from jetdraft.runtime.piece import Piece, Result
-from jetdraft.runtime.sampling.chooser import Logprob
 from jetdraft.runtime.text.call_grammar import HERMES, CallFormat
 from jetdraft.runtime.text.codec import TextCodec
 from jetdraft.server import generation_request
@@ -29,6 +28,8 @@ from tests.runtime.text.test_tools import (
     PUBLISHED,
     WEATHER,
     published,
+    record,
+    tool,
 )
 
 PROMPT = "The robot sees"
@@ -43,18 +44,23 @@ WAYS = [
 NO_FLAGS = {"presence_penalty", "logit_bias"}
 """Options of Python and the server that the command line has not."""
 OURS = [{}, {"method": "none"}, {"method": "draft", "num_draft_tokens": 4}]
-READ_SENSOR = {
-    "type": "function",
-    "function": {
-        "name": "read_sensor",
-        "parameters": {
-            "type": "object",
-            "properties": {"sensor": {"enum": ["left", "right"]}},
-            "required": ["sensor"],
-            "additionalProperties": False,
-        },
-    },
-}
+READ_SENSOR = tool(record(sensor={"enum": ["left", "right"]}), "read_sensor")
+AGE = {"type": "integer", "minimum": 0, "maximum": 99}
+
+
+def form_of(schema):
+    named = {"name": "person", "schema": schema}
+    return {"response_format": {"type": "json_schema", "json_schema": named}}
+
+
+@pytest.fixture
+def complete(client):
+    return partial(client.completions.create, model="toy", prompt=PROMPT)
+
+
+@pytest.fixture
+def chat(client):
+    return partial(client.chat.completions.create, model="toy", messages=HELLO)
 
 
 def options_of(way):
@@ -64,15 +70,15 @@ def options_of(way):
 
 @pytest.mark.parametrize("ours", OURS, ids=str)
 @pytest.mark.parametrize("way", WAYS, ids=str)
-def test_server_api_and_command_line_write_the_same(client, model, toy, way, ours):
+def test_server_api_and_command_line_write_the_same(complete, model, toy, way, ours):
     options = {"method": "none", "max_new_tokens": 40, **options_of(way)}
     expected = model.generate(PROMPT, **options)
-    asked = {"model": "toy", "prompt": PROMPT, "max_tokens": 40, **way}
-    found = client.completions.create(**asked, extra_body=ours)
+    ask = partial(complete, max_tokens=40, **way, extra_body=ours)
+    found = ask()
     assert found.choices[0].text == expected.text
     assert found.choices[0].finish_reason == expected.finish_reason
     assert found.usage.completion_tokens == len(expected.token_ids)
-    chunks = list(client.completions.create(**asked, extra_body=ours, stream=True))
+    chunks = list(ask(stream=True))
     assert "".join(chunk.choices[0].text for chunk in chunks) == expected.text
     assert chunks[-1].choices[0].finish_reason == expected.finish_reason
     if NO_FLAGS & way.keys():
@@ -91,18 +97,17 @@ def test_what_a_model_is(client):
         client.models.retrieve("other")
 
 
-def test_a_chat(client, model):
+def test_a_chat(chat, model):
     expected = model.chat(HELLO, max_new_tokens=60)
-    asked = {"model": "toy", "messages": HELLO, "temperature": 0}
-    found = client.chat.completions.create(**asked)
+    found = chat(temperature=0)
     assert found.choices[0].message.content == expected.text == expected.text.strip()
     assert found.choices[0].finish_reason == "stop"
     parts = [{"role": "user", "content": [{"type": "text", "text": "Hello"}]}]
-    again = client.chat.completions.create(**{**asked, "messages": parts})
+    again = chat(messages=parts, temperature=0)
     assert again.choices[0].message.content == expected.text
     assert again.usage.prompt_tokens_details.cached_tokens > 0
-    asked |= {"stream": True, "stream_options": {"include_usage": True}}
-    chunks = list(client.chat.completions.create(**asked))
+    usage = {"include_usage": True}
+    chunks = list(chat(temperature=0, stream=True, stream_options=usage))
     said = [chunk.choices[0].delta.content or "" for chunk in chunks[:-1]]
     assert "".join(said) == expected.text
     assert len(said) > 3, "it comes in pieces"
@@ -111,30 +116,25 @@ def test_a_chat(client, model):
     assert 0 <= details.accepted_prediction_tokens < found.usage.completion_tokens
 
 
-def test_logprobs(client, model):
+def test_logprobs(chat, complete, model):
     expected = model.chat(HELLO, max_new_tokens=5, logprobs=2).logprobs
-    found = client.chat.completions.create(
-        model="toy", messages=HELLO, temperature=0, max_tokens=5, logprobs=True,
-        top_logprobs=2,
-    ).choices[0].logprobs.content  # fmt: skip
+    answer = chat(temperature=0, max_tokens=5, logprobs=True, top_logprobs=2)
+    found = answer.choices[0].logprobs.content
     assert [each.logprob for each in found] == [
         pytest.approx(each.logprob, abs=1e-5) for each in expected
     ]
     assert all(each.top_logprobs[0].token == each.token for each in found)
-    plain = client.completions.create(
-        model="toy", prompt=PROMPT, temperature=0, max_tokens=5, logprobs=1
-    ).choices[0].logprobs  # fmt: skip
+    plain = complete(temperature=0, max_tokens=5, logprobs=1).choices[0].logprobs
     assert len(plain.token_logprobs) == len(plain.tokens) == 5
     assert all(len(each) == 1 for each in plain.top_logprobs)
 
 
 @pytest.mark.parametrize("stream", [False, True])
 @cases("choice", "required", {"type": "function", "function": {"name": "read_sensor"}})
-def test_a_tool_is_called(client, choice, stream):
-    found = client.chat.completions.create(
-        model="toy", messages=[{"role": "user", "content": "What is on the left?"}],
-        tools=[READ_SENSOR], tool_choice=choice, seed=1, stream=stream,
-    )  # fmt: skip
+def test_a_tool_is_called(chat, choice, stream):
+    ask = [{"role": "user", "content": "What is on the left?"}]
+    how = {"tools": [READ_SENSOR], "tool_choice": choice, "seed": 1}
+    found = chat(messages=ask, stream=stream, **how)
     if stream:
         chunks = list(found)
         assert chunks[-1].choices[0].finish_reason == "tool_calls"
@@ -153,110 +153,79 @@ def test_a_tool_is_called(client, choice, stream):
     jsonschema.validate(json.loads(arguments), READ_SENSOR["function"]["parameters"])
 
 
-def test_tools_may_be_left_alone_and_answered(client):
-    asked = {"model": "toy", "tools": [READ_SENSOR], "temperature": 1.0}
+def test_tools_may_be_left_alone_and_answered(chat):
+    asked = {"tools": [READ_SENSOR], "temperature": 1.0}
     question = [{"role": "user", "content": "What is the temperature?"}]
     for seed in range(10):
-        found = client.chat.completions.create(**asked, messages=HELLO, seed=seed)
+        found = chat(**asked, seed=seed)
         assert found.choices[0].finish_reason == "stop"
         assert "<tool_call>" not in found.choices[0].message.content
-        found = client.chat.completions.create(**asked, messages=question, seed=seed)
+        found = chat(**asked, messages=question, seed=seed)
         assert found.choices[0].finish_reason == "tool_calls"
         assert found.choices[0].message.content is None
-    never = client.chat.completions.create(**asked, messages=HELLO, tool_choice="none")
+    never = chat(**asked, tool_choice="none")
     assert never.choices[0].message.tool_calls is None
-    call = {
-        "id": "call_1",
-        "type": "function",
-        "function": {"name": "read_sensor", "arguments": '{"sensor": "left"}'},
-    }
+    named = {"name": "read_sensor", "arguments": '{"sensor": "left"}'}
+    call = {"id": "call_1", "type": "function", "function": named}
     dialogue = [
         *HELLO,
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "call_1", "content": "3"},
     ]
-    assert client.chat.completions.create(**asked, messages=dialogue, seed=1).choices
+    assert chat(**asked, messages=dialogue, seed=1).choices
 
 
-def test_tools_beside_a_response_format(client):
-    schema = {
-        "type": "object",
-        "properties": {
-            "name": {"enum": ["Ann", "Max"]},
-            "age": {"type": "integer", "minimum": 0, "maximum": 99},
-        },
-        "required": ["name", "age"],
-        "additionalProperties": False,
-    }
-    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
-    asked = {"model": "toy", "tools": [READ_SENSOR], "response_format": form}
-    asked["temperature"] = 0
+def test_tools_beside_a_response_format(chat):
+    schema = record(name={"enum": ["Ann", "Max"]}, age=AGE)
+    asked = {"tools": [READ_SENSOR], "temperature": 0, **form_of(schema)}
     prompts = {"stop": "Give me Ann as JSON.", "tool_calls": "What is the temperature?"}
     for reason, prompt in prompts.items():
         messages = [{"role": "user", "content": prompt}]
-        choice = client.chat.completions.create(**asked, messages=messages).choices[0]
+        choice = chat(**asked, messages=messages).choices[0]
         assert choice.finish_reason == reason
         if reason == "stop":
             jsonschema.validate(json.loads(choice.message.content), schema)
 
 
-def test_logprobs_and_drafts_come_beside_tools_too(client):
-    chunks = list(
-        client.chat.completions.create(
-            model="toy", messages=HELLO, tools=[READ_SENSOR], seed=3, stream=True,
-            logprobs=True, extra_body={"include_drafted": True}, max_tokens=30,
-        )
-    )  # fmt: skip
+def test_logprobs_and_drafts_come_beside_tools_too(chat):
+    how = {"tools": [READ_SENSOR], "seed": 3, "max_tokens": 30}
+    ours = {"include_drafted": True}
+    chunks = list(chat(**how, logprobs=True, stream=True, extra_body=ours))
     choices = [chunk.choices[0] for chunk in chunks]
     tokens = [each for c in choices for each in getattr(c, "tokens", None) or []]
     entries = [each for c in choices if c.logprobs for each in c.logprobs.content]
     assert len(tokens) == len(entries) > 0
 
 
-def test_json_of_a_schema(client, model):
-    schema = {
-        "type": "object",
-        "properties": {"age": {"type": "integer", "minimum": 0, "maximum": 99}},
-        "required": ["age"],
-        "additionalProperties": False,
-    }
-    form = {"type": "json_schema", "json_schema": {"name": "person", "schema": schema}}
-    found = client.chat.completions.create(
-        model="toy", messages=HELLO, temperature=0.9, seed=2, response_format=form
-    ).choices[0].message.content  # fmt: skip
+def test_json_of_a_schema(chat, model):
+    schema, way = record(age=AGE), {"temperature": 0.9, "seed": 2}
+    found = chat(**way, **form_of(schema)).choices[0].message.content
     jsonschema.validate(json.loads(found), schema)
-    expected = model.chat(
-        HELLO, temperature=0.9, seed=2, json_schema=schema, max_new_tokens=400
-    )
+    expected = model.chat(HELLO, **way, json_schema=schema, max_new_tokens=400)
     assert found == expected.text
-    any_object = client.chat.completions.create(
-        model="toy", messages=HELLO, temperature=0, max_tokens=200,
-        response_format={"type": "json_object"},
-    ).choices[0]  # fmt: skip
+    form = {"response_format": {"type": "json_object"}}
+    any_object = chat(temperature=0, max_tokens=200, **form).choices[0]
     assert any_object.message.content.startswith("{")
 
 
-def test_which_tokens_had_been_drafted(client, model):
-    asked = {"model": "toy", "prompt": PROMPT, "temperature": 0, "max_tokens": 30}
+def test_which_tokens_had_been_drafted(complete, model):
     draft = {"method": "draft", "num_draft_tokens": 4}
     ours = {"include_drafted": True, **draft}
     expected = model.generate(PROMPT, **draft, max_new_tokens=30)
-    whole = client.completions.create(**asked, extra_body=ours).choices[0]
+    ask = partial(complete, temperature=0, max_tokens=30, extra_body=ours)
+    whole = ask().choices[0]
     assert [each["drafted"] for each in whole.tokens] == expected.from_draft
     assert "".join(each["text"] for each in whole.tokens) == expected.text
-    chunks = client.completions.create(**asked, extra_body=ours, stream=True)
+    chunks = ask(stream=True)
     tokens = [e for chunk in chunks for e in getattr(chunk.choices[0], "tokens", [])]
     assert tokens == whole.tokens
     assert any(expected.from_draft)
     assert not all(expected.from_draft)
 
 
-def test_health_and_metrics(address, client):
+def test_health_and_metrics(address, complete):
     before = figures(address)
-    client.completions.create(
-        model="toy", prompt=PROMPT, max_tokens=25, temperature=0,
-        extra_body={"method": "none"},
-    )  # fmt: skip
+    complete(max_tokens=25, temperature=0, extra_body={"method": "none"})
     after = figures(address)
     asked = 'jetdraft_requests_total{path="/v1/completions",status="200"}'
     assert after[asked] == before.get(asked, 0) + 1
@@ -274,11 +243,10 @@ def figures(address):
     return {name: float(value) for name, _, value in pairs}
 
 
-def test_the_names_of_tokens_join_to_the_text(client):
-    whole = client.chat.completions.create(
-        model="toy", messages=HELLO, temperature=1.5, seed=3, max_tokens=12,
-        logprobs=True, top_logprobs=5, extra_body={"regex": "[é😀]{9}"},
-    ).choices[0]  # fmt: skip
+def test_the_names_of_tokens_join_to_the_text(chat):
+    how = {"temperature": 1.5, "seed": 3, "max_tokens": 12, "logprobs": True}
+    ours = {"regex": "[é😀]{9}"}
+    whole = chat(**how, top_logprobs=5, extra_body=ours).choices[0]
     content = whole.logprobs.content
     data = b"".join(bytes(each.bytes) for each in content)
     assert data.decode(errors="replace") == whole.message.content
@@ -298,46 +266,46 @@ def test_two_best_tokens_with_one_text_stay_two():
     assert tops == {"a": -0.1, "token_id:2": -3.0}
 
 
-def test_several_texts_of_a_prompt_and_several_prompts(client, model):
+def test_several_texts_of_a_prompt_and_several_prompts(chat, complete, model):
     """Text i of a prompt is what the prompt alone gives with the seed plus i."""
-    asked = {"model": "toy", "max_tokens": 12, "temperature": 0.9, "seed": 5}
+    asked = {"max_tokens": 12, "temperature": 0.9, "seed": 5}
     prompts = [PROMPT, "A man"]
     way = {"temperature": 0.9, "max_new_tokens": 12}
     wanted = [model.generate(p, seed=5 + i, **way) for p in prompts for i in range(2)]
-    found = client.completions.create(**asked, prompt=prompts, n=2)
+    found = complete(**asked, prompt=prompts, n=2)
     assert [choice.index for choice in found.choices] == [0, 1, 2, 3]
     assert [choice.text for choice in found.choices] == [w.text for w in wanted]
     assert wanted[0].text != wanted[1].text
     assert found.usage.prompt_tokens == sum(w.prompt_tokens for w in wanted[::2])
     assert found.usage.completion_tokens == sum(len(w.token_ids) for w in wanted)
     last, texts = 0, [""] * 4
-    for chunk in client.completions.create(**asked, prompt=prompts, n=2, stream=True):
+    for chunk in complete(**asked, prompt=prompts, n=2, stream=True):
         [choice] = chunk.choices
         assert choice.index >= last
         last = choice.index
         texts[last] += choice.text
     assert texts == [w.text for w in wanted]
-    asked |= {"messages": HELLO, "temperature": 0}
-    chat = client.chat.completions.create(**asked, n=3, logprobs=True)
+    asked["temperature"] = 0
+    choices = chat(**asked, n=3, logprobs=True).choices
     said = model.chat(HELLO, max_new_tokens=12).text
-    assert [choice.message.content for choice in chat.choices] == [said] * 3
+    assert [choice.message.content for choice in choices] == [said] * 3
     usage = {"include_usage": True}
-    *chunks, last = client.chat.completions.create(
-        **asked, n=2, stream=True, stream_options=usage
-    )
+    *chunks, last = chat(**asked, n=2, stream=True, stream_options=usage)
     ends = [c.choices[0].finish_reason for c in chunks]
     assert [end for end in ends if end] == ["length", "length"]
     assert last.usage.completion_tokens == 24
 
 
-def test_the_prompt_before_the_text_and_a_suffix_behind_it(client, model, monkeypatch):
-    asked = {"model": "toy", "prompt": PROMPT, "max_tokens": 8, "temperature": 0}
+def test_the_prompt_before_the_text_and_a_suffix_behind_it(
+    complete, model, monkeypatch
+):
+    ask = partial(complete, max_tokens=8, temperature=0)
     text = model.generate(PROMPT, max_new_tokens=8).text
     ids = model.prompt(PROMPT).tolist()
     for prompt in (PROMPT, ids):
-        found = client.completions.create(**asked | {"prompt": prompt}, echo=True)
+        found = ask(prompt=prompt, echo=True)
         assert found.choices[0].text == PROMPT + text
-    chunks = client.completions.create(**asked, echo=True, stream=True)
+    chunks = ask(echo=True, stream=True)
     assert "".join(chunk.choices[0].text for chunk in chunks) == PROMPT + text
     # The toy has no such tokens, so other tokens of its own stand for them.
     names = ("<|system|>", "<|user|>", "<|assistant|>")
@@ -345,12 +313,12 @@ def test_the_prompt_before_the_text_and_a_suffix_behind_it(client, model, monkey
     first, second, third = map(model.parts.text.token_id, names)
     after = model.parts.text.encode("a box", add_special=False)
     ids = [first, *model.parts.text.encode(PROMPT, False), second, *after, third]
-    found = client.completions.create(**asked, suffix="a box")
+    found = ask(suffix="a box")
     assert found.choices[0].text == model.generate(token_ids=ids, max_new_tokens=8).text
     assert found.usage.prompt_tokens == len(ids)
 
 
-def test_a_prediction_is_drafted_from_and_changes_no_text(client, model):
+def test_a_prediction_is_drafted_from_and_changes_no_text(chat, model):
     way = {"max_new_tokens": 60, "method": "lookup", "num_draft_tokens": 15}
     plain = model.generate(PROMPT, **way)
     good = model.generate(PROMPT, **way, prediction=plain.text)
@@ -358,18 +326,14 @@ def test_a_prediction_is_drafted_from_and_changes_no_text(client, model):
     assert good.text == bad.text == plain.text
     assert good.stats.target_passes < plain.stats.target_passes / 2
     assert any(good.from_draft[:2]), "the first pass has a draft already"
-    assert (
-        model.generate(PROMPT, **way).stats.target_passes == plain.stats.target_passes
-    )
-    asked = {"model": "toy", "messages": HELLO, "temperature": 0}
+    again = model.generate(PROMPT, **way)
+    assert again.stats.target_passes == plain.stats.target_passes
     ours = {"method": "lookup", "num_draft_tokens": 15}
-    said = client.chat.completions.create(**asked, extra_body=ours)
+    said = chat(temperature=0, extra_body=ours)
     content = said.choices[0].message.content
     for given in (content, [{"type": "text", "text": content}]):
         hint = {"type": "content", "content": given}
-        again = client.chat.completions.create(
-            **asked, extra_body=ours, prediction=hint
-        )
+        again = chat(temperature=0, extra_body=ours, prediction=hint)
         assert again.choices[0].message.content == content
         details = again.usage.completion_tokens_details
         before = said.usage.completion_tokens_details.accepted_prediction_tokens
@@ -387,10 +351,8 @@ def test_what_changes_nothing_is_ignored_and_named(client):
     assert [name for name in names if f"`{name}`" not in page] == []
 
 
-def test_more_tokens_than_the_bound_are_capped(client):
-    found = client.completions.create(
-        model="toy", prompt=PROMPT, max_tokens=4096, extra_body={"ignore_eos": True}
-    )
+def test_more_tokens_than_the_bound_are_capped(complete):
+    found = complete(max_tokens=4096, extra_body={"ignore_eos": True})
     assert found.choices[0].finish_reason == "length"
     assert found.usage.completion_tokens == 400
 
@@ -471,17 +433,19 @@ def test_a_call_that_breaks_off_is_not_lost(name):
 
 
 LONG = "9" * 4301  # More digits than Python reads.
+BEGUN = '<tool_call>{"name": "get.weather", "arguments": '
 
 
 @pytest.mark.parametrize("size", [1, 5, 999])
-@pytest.mark.parametrize(
-    ("end", "rest"),
-    [("<tool_call>\n{", "<tool_call>\n{"), (" \n", ""),
-     ('<tool_call>{"name": "get.weather", "arguments": {"city', ""),
-     ('<tool_call>{"name": "get.weather", "arguments": {"days": 1e999}}!', "!"),
-     (f'<tool_call>{{"name": "get.weather", "arguments": {{"a": {LONG}}}}}!', "!"),
-     ('<tool_call>{"name": "get_weather", "arguments": {}}', ...)],
-)  # fmt: skip
+@cases(
+    "end, rest",
+    ("<tool_call>\n{", "<tool_call>\n{"),
+    (" \n", ""),
+    (f'{BEGUN}{{"city', ""),
+    (f'{BEGUN}{{"days": 1e999}}}}!', "!"),
+    (f'{BEGUN}{{"a": {LONG}}}}}!', "!"),
+    ('<tool_call>{"name": "get_weather", "arguments": {}}', ...),
+)
 def test_what_follows_a_call_comes_as_text(size, end, rest):
     _, call = PUBLISHED["Qwen3"]
     text, rest = f"I call.\n{call}\n{end}", end if rest is ... else rest

@@ -14,9 +14,7 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from jetdraft.errors import OptionError
-from jetdraft.runtime.measured.stats import Stats
-from jetdraft.runtime.piece import Result
+from jetdraft import OptionError, Result, Stats
 from jetdraft.server import RequestError, connection, http_server
 from jetdraft.server.connection import CROWDED_CONNECTIONS, ConnectionLimiter, _peer_id
 from jetdraft.server.http_server import open_unix_listener
@@ -24,8 +22,8 @@ from jetdraft.server.request_queue import Job, RequestQueue
 from tests import cases
 from tests.server.serving import connect, read, request, served, started, until
 
-BODY = {"model": "toy", "prompt": "The robot sees", "max_tokens": 40, "seed": 1,
-        "method": "none", "ignore_eos": True}  # fmt: skip
+BODY = {"model": "toy", "prompt": "The robot sees", "max_tokens": 40, "seed": 1}
+BODY |= {"method": "none", "ignore_eos": True}
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
 
 
@@ -255,12 +253,15 @@ def test_the_socket_of_a_dead_server_is_replaced(toy, tmp_path):
         line.connect(str(path))
 
 
-def test_the_socket_of_a_server_that_lives_is_left(tmp_path):
+def test_the_socket_of_a_server_that_lives_and_what_replaced_it_are_left(tmp_path):
     path = tmp_path / "s"
     with open_unix_listener(path):
         with pytest.raises(OptionError, match="another server listens"):
             open_unix_listener(path).__enter__()
         assert path.exists()
+        path.unlink()
+        path.write_text("kept")
+    assert path.read_text() == "kept"
 
 
 def test_nothing_but_a_socket_is_removed(tmp_path):
@@ -275,14 +276,6 @@ def test_nothing_but_a_socket_is_removed(tmp_path):
     assert file.read_text() == "kept"
     assert link.is_symlink()
     assert folder.is_dir()
-
-
-def test_what_replaced_the_socket_stays(tmp_path):
-    path = tmp_path / "s"
-    with open_unix_listener(path):
-        path.unlink()
-        path.write_text("kept")
-    assert path.read_text() == "kept"
 
 
 @pytest.mark.parametrize("name", ["x" * 200, "none/s", "a\0b"])
@@ -346,8 +339,9 @@ async def test_clients_take_turns():
 
 @cases(
     "most, seconds, waiting, words, status",
-    (1, 30.0, "b", "too many", 429), (9, 0.05, "", r"0\.05 s", 503),
-)  # fmt: skip
+    (1, 30.0, "b", "too many", 429),
+    (9, 0.05, "", r"0\.05 s", 503),
+)
 @story
 async def test_a_queue_and_waiting_have_an_end(most, seconds, waiting, words, status):
     queue, log, hold = RequestQueue(["m"], most, seconds), [], asyncio.Event()

@@ -52,17 +52,13 @@ def run(program, door, *words):
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-def test_a_whole_text(program, door, model):
+def test_a_text_comes_whole_or_as_it_is_written(program, door, model):
+    expected = model.generate(PROMPT, max_new_tokens=64).text
     [answer] = run(program, door)
-    expected = model.generate(PROMPT, max_new_tokens=64)
-    assert answer["choices"][0]["text"] == expected.text
-
-
-def test_a_text_as_it_comes(program, door, model):
+    assert answer["choices"][0]["text"] == expected
     events = run(program, door, "--stream")
     assert len(events) > 2
-    text = "".join(event["choices"][0]["text"] for event in events)
-    assert text == model.generate(PROMPT, max_new_tokens=64).text
+    assert "".join(event["choices"][0]["text"] for event in events) == expected
 
 
 def test_who_closes_the_connection_ends_the_text(program, door, slow):

@@ -23,10 +23,8 @@ from tests.runtime.test_conversation import with_template
 from tests.server.conftest import LIMITS
 from tests.server.serving import connect, read, request, served, started, until
 
-LONG = {
-    "model": "toy", "prompt": "The robot sees", "max_tokens": 380, "temperature": 0.9,
-    "seed": 1, "method": "none", "ignore_eos": True,
-}  # fmt: skip
+LONG = {"model": "toy", "prompt": "The robot sees", "max_tokens": 380}
+LONG |= {"temperature": 0.9, "seed": 1, "method": "none", "ignore_eos": True}
 ANSWERED = "POST /v1/completions 200"
 CHAT = {"model": "toy", "messages": [{"role": "user", "content": "Hello"}]}
 CLIENTS, REQUESTS = 8, 8

@@ -55,12 +55,10 @@ ALWAYS = {
 
 TOOL_CALL = {"tools": [READ_SENSOR], "tool_choice": "required", "seed": 1}
 NEVER_DONE = {"max_tokens": 2, "ignore_eos": True}
-CHATS = {
-    "stop": {}, "length": NEVER_DONE, "tool_calls": TOOL_CALL,
-    "logprobs": {"logprobs": True, "top_logprobs": 2},
-    "logprobs of a call": {**TOOL_CALL, "logprobs": True},
-    "drafted": {"include_drafted": True},
-}  # fmt: skip
+CHATS = {"stop": {}, "length": NEVER_DONE, "tool_calls": TOOL_CALL}
+CHATS |= {"logprobs": {"logprobs": True, "top_logprobs": 2}}
+CHATS |= {"logprobs of a call": {**TOOL_CALL, "logprobs": True}}
+CHATS |= {"drafted": {"include_drafted": True}}
 TEXTS = {
     "length": {},
     "stop": {"stop": ["."], "max_tokens": 100},

@@ -113,8 +113,9 @@ def test_a_conversation_goes_on_and_starts_again(page, browser, model):
         *_, reply = browser.find_elements(By.CSS_SELECTOR, "#text .reply")
         assert reply.get_property("textContent") == answer
     assert [e.text for e in browser.find_elements(By.CSS_SELECTOR, "#text .user")] == [
-        "The robot", "And the cat?"
-    ]  # fmt: skip
+        "The robot",
+        "And the cat?",
+    ]
     assert of(browser, "error").text == ""
     of(browser, "fresh").click()
     assert of(browser, "text").get_property("textContent") == ""

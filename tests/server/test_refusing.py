@@ -19,16 +19,17 @@ from tests.runtime.text.test_tools import tool
 from tests.runtime.text.test_worker import FOREVER, is_alive, workers
 from tests.server.conftest import LIMITS
 from tests.server.serving import connect, read, request, served, started, until
+from tests.server.test_api import form_of
 
 GOOD = {"model": "toy", "prompt": "a", "max_tokens": 2}
 CHAT = {"model": "toy", "messages": [{"role": "user", "content": "a"}]}
 WRONG = tool({"type": "strung"}, "g")
 TOOL = {"type": "function", "function": {"name": "f"}}
-MALFORMED = (
-    "ev{il.example", 'ev"il.example', "evil^.example", "evil.example:99999",
-    "evil.example:x", "a b", "", "localhost:", "localhost:80:80", "[::1", "::1",
-    "localhost/", "localhost@evil.example", "localhost,evil.example", "loc\xe4lhost",
-)  # fmt: skip
+FOLLOWED = ("@evil.example", ",evil.example")
+MALFORMED = ["ev{il.example", 'ev"il.example', "evil^.example", "loc\xe4lhost"]
+MALFORMED += [f"evil.example:{port}" for port in ("99999", "x")]
+MALFORMED += ["a b", "", "[::1", "::1"]
+MALFORMED += [f"localhost{end}" for end in (":", ":80:80", "/", *FOLLOWED)]
 FOREIGN = ("evil.example", "localhost.evil.example", "[2001:db8::1]", "10.0.0.1:80")
 OWN = ("localhost", "LOCALHOST:1".lower(), "127.0.0.1:8080", "[::1]:8080", "127.0.0.9")
 BRIEF = {"model": "toy", "prompt": "a", "max_tokens": 4, "temperature": 0}
@@ -66,8 +67,11 @@ def assert_error(response, status, words):
 
 @cases(
     "body, words",
-    ("", "not JSON"), ("{", "not JSON"), (b"\xff\xfe", "not JSON"),
-    ("[" * 9000, "not JSON"), ("[]", "must be a JSON object"),
+    ("", "not JSON"),
+    ("{", "not JSON"),
+    (b"\xff\xfe", "not JSON"),
+    ("[" * 9000, "not JSON"),
+    ("[]", "must be a JSON object"),
     ({"model": "toy"}, "give a prompt"),
     ({**GOOD, "prompt": ["a"] * 65}, "at most 64 prompts"),
     ({**GOOD, "prompt": ["a", 5]}, "give a prompt"),
@@ -110,7 +114,7 @@ def assert_error(response, status, words):
     ({**GOOD, "json_schema": {"properties": {"\ud800": {}}}}, "surrogate"),
     ({**GOOD, "response_format": {"type": "xml"}}, "json_schema"),
     ({**GOOD, "json_schema": {"type": "x"}, "regex": "a"}, "exclude each other"),
-)  # fmt: skip
+)
 def test_wrong_completions(address, body, words):
     assert_error(post(address, body), 400, words)
 
@@ -136,16 +140,16 @@ def test_wrong_completions(address, body, words):
     (calling('"\\ud800"'), "surrogate"),
     (calling("[" * 9000), "not JSON"),
     (calling("{"), "not JSON"),
-    (
-        {"response_format": {"type": "json_schema", "json_schema": {
-            "schema": {"properties": {"a": {"type": "x"}}}}}},
-        "/properties/a",
-    ),
-)  # fmt: skip
+    (form_of({"properties": {"a": {"type": "x"}}}), "/properties/a"),
+)
 @pytest.mark.parametrize("stream", [False, True])
 def test_wrong_chats(address, changes, words, stream):
     body = {**CHAT, "stream": stream, **changes}
     assert_error(post(address, body, "chat/completions"), 400, words)
+
+
+BROKEN, LISTED = [call(), call(arguments="{")], [call(arguments="[1]")]
+OBJECT = "the text of a JSON object"
 
 
 @cases(
@@ -169,11 +173,9 @@ def test_wrong_chats(address, changes, words, stream):
     ({"tool_calls": [call(name=None)]}, "tool_calls[0]", "must be {"),
     ({"tool_calls": [{**call(), "id": 5}]}, "tool_calls[0]", "must be {"),
     ({"tool_calls": [{"function": {"name": "f"}}]}, "tool_calls[0]", "must be {"),
-    ({"tool_calls": [call(), call(arguments="{")]},
-     "tool_calls[1].function.arguments", "is not JSON"),
-    ({"tool_calls": [call(arguments="[1]")]},
-     "tool_calls[0].function.arguments", "must be the text of a JSON object"),
-)  # fmt: skip
+    ({"tool_calls": BROKEN}, "tool_calls[1].function.arguments", "is not JSON"),
+    ({"tool_calls": LISTED}, "tool_calls[0].function.arguments", f"must be {OBJECT}"),
+)
 def test_a_wrong_message_is_named_with_its_field(address, fields, place, words):
     wrong = {"role": "assistant", "content": "b", **fields}
     body = {**CHAT, "messages": [*CHAT["messages"], wrong]}
@@ -185,14 +187,16 @@ def test_a_wrong_message_is_named_with_its_field(address, fields, place, words):
 
 @cases(
     "fields",
-    {"tool_calls": []}, {"tool_calls": None, "content": None},
+    {"tool_calls": []},
+    {"tool_calls": None, "content": None},
     {"content": None, "tool_calls": [{**call(), "id": "call_1"}]},
     {"content": [], "refusal": None, "audio": None, "function_call": None},
     {"content": [{"type": "refusal", "refusal": "b"}], "annotations": []},
     {"name": "ann", "refusal": "no", "tool_calls": [call(arguments={"a": 5})]},
     {"role": "tool", "tool_call_id": "call_1", "content": ""},
-    {"role": "developer", "name": "ann"}, ids=str,
-)  # fmt: skip
+    {"role": "developer", "name": "ann"},
+    ids=str,
+)
 def test_what_is_harmless_in_a_message_is_taken(address, fields):
     taken = {"role": "assistant", "content": "b", **fields}
     body = {**CHAT, "messages": [*CHAT["messages"], taken], "max_tokens": 1}

@@ -20,9 +20,10 @@ from tools.forecast.kernel_table import TABLES, KernelTable
 KINDS = ("cpu", "cuda", "webgpu", "tensorrt")
 ATTENTION = {"com.microsoft.GroupQueryAttention"}
 CONTRIB_OPERATORS = ATTENTION | {
-    "com.microsoft.GatherBlockQuantized", "com.microsoft.MatMulNBits",
+    "com.microsoft.GatherBlockQuantized",
+    "com.microsoft.MatMulNBits",
     "com.microsoft.SkipSimplifiedLayerNormalization",
-}  # fmt: skip
+}
 REFUSED = {
     ("cpu", "cuda"): ATTENTION,  # fp32
     ("cpu", "webgpu"): ATTENTION,  # branches would get other positions
@@ -180,17 +181,13 @@ def test_at_20_tokens_a_weight_both_halves_of_the_loss_are_equal():
     assert excess_loss(1e6, 20e6) == pytest.approx(2 * excess_loss(1e6, 1e30), rel=1e-3)
 
 
-def test_the_advised_drafter_is_the_fastest_of_its_neighbours(advisor):
+def test_the_advised_drafter_is_the_fastest_and_more_tokens_cost_nothing(advisor):
     best = advisor.best()
     others = (advisor.predict(*shape, 200) for shape in advisor.shapes())
     speeds = [one.choice.tokens_per_second for one in others]
     assert best.choice.tokens_per_second == max(speeds)
     assert best.choice.speedup > 1.0
     assert best.tokens == 200 * best.weights
-
-
-def test_more_tokens_raise_the_acceptance_and_never_the_cost(advisor):
-    best = advisor.best()
     shape = best.layers, best.hidden_size
     some, many = (advisor.predict(*shape, n) for n in (20, 2000))
     assert some.acceptance < best.acceptance < many.acceptance < 1.0

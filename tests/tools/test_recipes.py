@@ -26,10 +26,8 @@ from tools.texts import SIGNS, WHOLE_TEXT, TextFigures, main, text_figures
 
 recipes = partial(jetdraft, command=command)
 RECIPES = "int4-rtn-b32,int4-gptq-b32,int8-rtn-b32"
-POINTS = {
-    "small": (0.1, 100.0), "beaten": (0.2, 120.0), "exact": (0.01, 400.0),
-    "as good": (0.1, 100.0), "middle": (0.05, 200.0), "larger": (0.05, 210.0),
-}  # fmt: skip
+POINTS = {"small": (0.1, 100.0), "beaten": (0.2, 120.0), "exact": (0.01, 400.0)}
+POINTS |= {"as good": (0.1, 100.0), "middle": (0.05, 200.0), "larger": (0.05, 210.0)}
 ENGLISH, RUSSIAN = "the self the 1 2", "да the"
 
 

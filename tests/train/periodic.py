@@ -1,6 +1,5 @@
 """A text that repeats, and targets that know it: cheap to learn, easy to draft."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ from jetdraft.train.training import Training
 from tests.tiny import llama_config, save_checkpoint
 
 QUICK = TrainingOptions(steps=4, batch_size=2, sequence_length=32, validate_every=2)
-STILL = replace(QUICK, steps=1, learning_rate=0.0)
 PERIOD = "for self in range print return "
 
 

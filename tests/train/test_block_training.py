@@ -29,10 +29,8 @@ SETTINGS = {
 }
 TASKS = {"dflash": DFlashTask, "diffusion": DiffusionTask}
 LINE = " ".join(random.Random(4).choices(WORDS, k=14)) + " "
-LONGER = replace(
-    QUICK, steps=250, batch_size=4, sequence_length=64, learning_rate=8e-3,
-    validate_every=250,
-)  # fmt: skip
+LONGER = replace(QUICK, steps=250, validate_every=250, learning_rate=8e-3)
+LONGER = replace(LONGER, batch_size=4, sequence_length=64)
 
 
 def prepare(target, output, text, kind, options=QUICK, **changes):
@@ -60,9 +58,8 @@ def test_a_dflash_folder_has_the_published_names(target, text, tmp_path):
     assert all(run.task.config.mask_token not in text.ids for text in texts)
     assert tensors["fc.weight"].shape == (64, 128)
     assert tensors["fc.weight"].dtype == torch.float16
-    assert {n for n in tensors if not n.startswith("layers.0.")} == {
-        "fc.weight", "hidden_norm.weight", "norm.weight",
-    }  # fmt: skip
+    others = {n for n in tensors if not n.startswith("layers.0.")}
+    assert others == {"fc.weight", "hidden_norm.weight", "norm.weight"}
     assert tensors["layers.0.self_attn.q_norm.weight"].shape == (16,)
 
 
@@ -254,11 +251,9 @@ def test_a_trained_drafter_is_right_more_often(right):
     assert right[0] > 2.5
 
 
-def test_the_same_when_sampled(trained, right):
-    assert decoded(right[1], trained[0], temperature=0.7, seed=3).tokens_per_pass > 2
-
-
-def test_a_second_step_does_not_make_it_worse(trained, right):
+def test_it_is_as_right_when_sampled_or_with_a_second_step(trained, right):
+    sampled = decoded(right[1], trained[0], temperature=0.7, seed=3)
+    assert sampled.tokens_per_pass > 2
     assert decoded(right[1], trained[0], steps=2).tokens_per_pass > 0.95 * right[0]
 
 

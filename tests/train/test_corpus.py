@@ -45,11 +45,16 @@ def only(corpus):
     return texts, tokenizer().decode(learned, skip_special_tokens=False)
 
 
-def test_of_a_chat_the_last_message_is_learned(tmp_path):
-    template = ChatTemplate(TEMPLATE, {})
-    text, learned = only(read(tmp_path, {"messages": [USER, REPLY]}, template=template))
+def test_of_a_chat_the_last_message_is_learned_by_a_template_that_takes_it(tmp_path):
+    template, row = ChatTemplate(TEMPLATE, {}), {"messages": [USER, REPLY]}
+    text, learned = only(read(tmp_path, row, template=template))
     assert text == f"user: def x\nassistant: return{END_OF_TEXT}"
     assert learned == f"return{END_OF_TEXT}"
+    with pytest.raises(DataError, match="messages need a chat template"):
+        read(tmp_path, row)
+    refusing = ChatTemplate("{{ raise_exception('no users') }}", {})
+    with pytest.raises(DataError, match=r"line 1 of .*no users"):
+        read(tmp_path, row, template=refusing)
 
 
 def test_a_chat_that_ends_with_the_user_is_to_be_completed(tmp_path):
@@ -141,14 +146,6 @@ def test_a_batch_depends_on_the_step_alone_and_machines_share_it(corpus):
     assert torch.equal(whole, corpus.batch(7, 4).ids)
     parts = [corpus.batch(7, 4, part, 2).ids for part in (0, 1)]
     assert torch.equal(torch.stack(parts, 1).flatten(0, 1), whole)
-
-
-def test_messages_need_a_template_that_takes_them(tmp_path):
-    with pytest.raises(DataError, match="messages need a chat template"):
-        read(tmp_path, {"messages": [USER, REPLY]})
-    refusing = ChatTemplate("{{ raise_exception('no users') }}", {})
-    with pytest.raises(DataError, match=r"line 1 of .*no users"):
-        read(tmp_path, {"messages": [USER, REPLY]}, template=refusing)
 
 
 def test_a_batch_gives_its_examples_back(tmp_path):

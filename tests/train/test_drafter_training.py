@@ -23,7 +23,7 @@ from jetdraft.train.teacher import Lesson
 from tests import cases, tiny
 from tests.programs import assert_refused, succeed
 from tests.programs import jetdraft as run_jetdraft
-from tests.tiny import SIZES, VOCAB_SIZE, llama_config, save_checkpoint, save_streams
+from tests.tiny import SIZES, VOCAB_SIZE, llama_config, save_checkpoint, save_probes
 from tests.train.periodic import QUICK, interrupt, made, nothing
 
 LAYERS = 4
@@ -99,7 +99,7 @@ def test_all_layers_of_the_target_are_the_target(target, text, tmp_path):
 def test_streams_that_tune_the_target_are_the_teacher(text, tmp_path):
     """A drafter for the base would guess the text of another model."""
     folder = save_checkpoint(tmp_path / "target", llama_config())
-    save_streams(folder, StreamSettings(gamma=2, layers=1, mode="shared", lora_rank=4))
+    save_probes(folder, StreamSettings(gamma=2, layers=1, mode="shared", lora_rank=4))
     run = prepared(str(folder), tmp_path / "out", text)
     loaded, other = (Checkpoint.load(str(folder), torch.float32) for _ in range(2))
     plain = other.model
@@ -392,11 +392,16 @@ def _assert_exports_refused(out, bundle):
     assert not bundle.exists()
 
 
-def test_a_target_with_windows_is_refused(text, tmp_path):
+def test_a_target_with_windows_or_streams_is_refused(text, tmp_path):
     config = MistralConfig(**SIZES, sliding_window=16)
     folder = save_checkpoint(tmp_path / "windows", config)
     with pytest.raises(errors.UnsupportedModelError, match="windows"):
         made(PpdTask, str(folder), tmp_path / "out", [text])
+    folder = save_checkpoint(tmp_path / "target", llama_config())
+    save_probes(folder, StreamSettings(gamma=2, layers=1, lora_rank=4))
+    with pytest.raises(errors.CheckpointError, match="already has streams"):
+        made(StreamTask, str(folder), tmp_path / "more", [text], STREAMS, QUICK)
+    assert not (tmp_path / "more").exists()
 
 
 @pytest.fixture(scope="module")
@@ -429,11 +434,3 @@ def test_lossless_training_leaves_the_main_rows_alone(tuned, text, tmp_path):
     assert described["positions"] == "row + stream"
     assert described["parameters"] == run.task.counts(run)
     assert described["parameters"]["streams"] == 3 * 64 + 2 * 2 * 64
-
-
-def test_a_target_with_streams_is_refused(text, tmp_path):
-    folder = save_checkpoint(tmp_path / "target", llama_config())
-    save_streams(folder, StreamSettings(gamma=2, layers=1, lora_rank=4))
-    with pytest.raises(errors.CheckpointError, match="already has streams"):
-        made(StreamTask, str(folder), tmp_path / "more", [text], STREAMS, QUICK)
-    assert not (tmp_path / "more").exists()

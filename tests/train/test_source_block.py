@@ -168,8 +168,8 @@ def test_its_layers_are_spread_over_those_of_the_target(tmp_path):
             assert torch.equal(dict(mine.named_parameters())[name], weight)
     numbers = [layer.layer[0].SelfAttention.layer_idx for layer in theirs]
     assert numbers == [0, 1, 2, 3], "the target keeps its own"
-    mine = [layer.layer[1].EncDecAttention.layer_idx for layer in
-            drafter.get_decoder().block]  # fmt: skip
+    mine = drafter.get_decoder().block
+    mine = [layer.layer[1].EncDecAttention.layer_idx for layer in mine]
     assert mine == [0, 1]
 
 

@@ -60,6 +60,19 @@ class Kind(NamedTuple):
     figure: str = "acceptance"
 
 
+OF_DRAFT = ModelSettings(layers=1, hidden_size=32, draft_vocab=30, half=True)
+OF_PPD = PpdSettings(gamma=3, members=2)
+SPARSE = {"drafting": {"rows": 12, "slots": 40}}, {"drafting": {"tree": "chain"}}, BEST
+OF_FORECAST = ForecastSettings(gamma=2, prefix=4)
+FAST = replace(LONGER, learning_rate=3e-2)
+SLOW = replace(FAST, steps=160)
+UNSURE = {"right": 0.0, "tokens": 1.5}
+LOSSLESS = StreamSettings(gamma=3, layers=3, lora_rank=16)
+SHARED = replace(LOSSLESS, mode="shared")
+# Through one graph or two, compacted or carried.
+PRUNED = ({"drafting": TREE | {"prune_threshold": t}} for t in (None, 0, 0.02))
+BRIEF, WHOLE = replace(ALONE, steps=80), replace(ALONE, steps=240, sequence_length=96)
+SURE = {"tokens": 3.0, "others": 2.0}
 KINDS = {
     "eagle3": Kind(EagleTask, EagleSettings(draft_vocabulary=40, unrolled=3), ()),
     "eagle1": Kind(EagleTask, EagleSettings(kind="eagle1", unrolled=3), ()),
@@ -69,54 +82,11 @@ KINDS = {
     "glide": Kind(GlideTask, LayerSettings(), TREES),
     "falcon": Kind(FalconTask, FalconSettings(), TREES),
     "kangaroo": Kind(KangarooTask, KangarooSettings(exit_layer=1), TREES),
-    "draft": Kind(
-        ModelTask,
-        ModelSettings(layers=1, hidden_size=32, draft_vocab=30, half=True),
-        right=0.6,
-        figure="agreement",
-    ),
-    "ppd": Kind(
-        PpdTask,
-        PpdSettings(gamma=3, members=2),
-        (
-            {"drafting": {"rows": 12, "slots": 40}},
-            {"drafting": {"tree": "chain"}},
-            BEST,
-        ),
-        replace(LONGER, learning_rate=3e-2),
-        right=0.0,
-        gain=0.13,
-        tokens=1.5,
-    ),
-    "forecast": Kind(
-        ForecastTask,
-        ForecastSettings(gamma=2, prefix=4),
-        ({},),
-        replace(LONGER, steps=160, learning_rate=3e-2),
-        right=0.0,
-        gain=0.15,
-        tokens=1.5,
-    ),
-    "lossless": Kind(
-        StreamTask,
-        StreamSettings(gamma=3, layers=3, lora_rank=16),
-        # Through one graph or two, compacted or carried.
-        (
-            CHAIN,
-            *({"drafting": TREE | {"prune_threshold": t}} for t in (None, 0, 0.02)),
-        ),
-        replace(ALONE, steps=80),
-        tokens=3.0,
-        others=2.0,
-    ),
-    "shared": Kind(
-        StreamTask,
-        StreamSettings(gamma=3, layers=3, mode="shared", lora_rank=16),
-        (CHAIN, {"drafting": TREE}),
-        replace(ALONE, steps=240, sequence_length=96),
-        tokens=3.0,
-        others=2.0,
-    ),
+    "draft": Kind(ModelTask, OF_DRAFT, right=0.6, figure="agreement"),
+    "ppd": Kind(PpdTask, OF_PPD, SPARSE, FAST, gain=0.13, **UNSURE),
+    "forecast": Kind(ForecastTask, OF_FORECAST, ({},), SLOW, gain=0.15, **UNSURE),
+    "lossless": Kind(StreamTask, LOSSLESS, (CHAIN, *PRUNED), BRIEF, **SURE),
+    "shared": Kind(StreamTask, SHARED, (CHAIN, {"drafting": TREE}), WHOLE, **SURE),
 }
 
 

@@ -12,6 +12,8 @@ H, HEADS, KV, D, FF, VD = 64, 4, 2, 16, 96, 100
 LAYERS = 7
 TAPS = (2, 3, 4)
 """What EAGLE reads of a target of 7 layers: 2, N // 2 and N - 3."""
+VICUNA = "lmsys/vicuna-7b-v1.3"
+ROPE = {"rope_type": "default", "rope_theta": 5000.0}
 BLOCK, MASK = 6, 287
 """Rows of a block with its first token, and the token of a mask."""
 
@@ -30,9 +32,11 @@ def layer_tensors(prefix, inputs=H, qk_norm=False, first_norm=True, bias=False):
         "self_attn.k_proj.weight": 3 * rand(KV * D, inputs),
         "self_attn.v_proj.weight": rand(KV * D, inputs),
         "self_attn.o_proj.weight": rand(H, HEADS * D),
-        "post_attention_layernorm.weight": norm(), "mlp.gate_proj.weight": rand(FF, H),
-        "mlp.up_proj.weight": rand(FF, H), "mlp.down_proj.weight": rand(H, FF),
-    }  # fmt: skip
+        "post_attention_layernorm.weight": norm(),
+        "mlp.gate_proj.weight": rand(FF, H),
+        "mlp.up_proj.weight": rand(FF, H),
+        "mlp.down_proj.weight": rand(H, FF),
+    }
     if first_norm:
         tensors["input_layernorm.weight"] = norm()
     if qk_norm:
@@ -109,41 +113,40 @@ def eagle1(fc_bias=True, embedding=True, para_norm=False):
 
 
 def eagle3(prefix="midlayer.", **changes):
-    config = layer_config(
-        architectures=["LlamaForCausalLMEagle3"], model_type="llama",
-        draft_vocab_size=VD, rope_scaling=None, attention_bias=False,
-        tie_word_embeddings=False, torch_dtype="float16", **changes,
-    )  # fmt: skip
-    tensors = {
-        "fc.weight": rand(H, 3 * H), "norm.weight": norm(),
-        "lm_head.weight": rand(VD, H), f"{prefix}hidden_norm.weight": norm(),
-        **layer_tensors(prefix, inputs=2 * H), **draft_map(),
-    }  # fmt: skip
+    fields = {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama"}
+    fields |= {"draft_vocab_size": VD, "rope_scaling": None, "attention_bias": False}
+    fields |= {"tie_word_embeddings": False, "torch_dtype": "float16"}
+    config = layer_config(**fields, **changes)
+    tensors = {"fc.weight": rand(H, 3 * H), "norm.weight": norm()}
+    tensors |= {"lm_head.weight": rand(VD, H), f"{prefix}hidden_norm.weight": norm()}
+    tensors |= {**layer_tensors(prefix, inputs=2 * H), **draft_map()}
     if config.get("fc_norm"):
         tensors |= {f"fc_norm.{i}.weight": norm() for i in range(3)}
     return config, tensors
 
 
+def of_speculators(kind, version, **fields):
+    """The fields of every config of vLLM's speculators."""
+    config = {"architectures": [f"{kind}Speculator"], "target_hidden_size": None}
+    config |= {"speculators_model_type": kind.lower(), "draft_vocab_size": VD}
+    config |= {"speculators_config": {"algorithm": kind.lower()}}
+    return {**config, "speculators_version": version, **fields}
+
+
 def speculators(nested=True, taps=3, layers=1, qk_norm=False, **changes):
-    layer = layer_config(
-        model_type="qwen3" if qk_norm else "llama", head_dim=D, rms_norm_eps=1e-6,
-        rope_parameters={"rope_type": "default", "rope_theta": 5000.0},
-        attention_bias=False, num_hidden_layers=layers,
-    )  # fmt: skip
-    config = {
-        "architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3",
-        "speculators_version": "0.4.0", "draft_vocab_size": VD, "norm_before_fc": False,
-        "fc_norm": False, "norm_output": False, "embed_requires_grad": False,
-        "target_hidden_size": None, "eagle_aux_hidden_state_layer_ids": None,
-        "speculators_config": {"algorithm": "eagle3"},
-        **({"transformer_layer_config": layer} if nested else layer), **changes,
-    }  # fmt: skip
-    tensors = {
-        "fc.weight": rand(H, taps * H), "norm.weight": norm(),
-        "lm_head.weight": rand(VD, H), "embed_tokens.weight": rand(VOCAB_SIZE, H),
-        "layers.0.hidden_norm.weight": norm(),
-        **layer_tensors("layers.0.", inputs=2 * H, qk_norm=qk_norm), **draft_map(),
-    }  # fmt: skip
+    layer = {"model_type": "qwen3" if qk_norm else "llama", "rope_parameters": ROPE}
+    layer |= {"rms_norm_eps": 1e-6, "attention_bias": False}
+    layer = layer_config(head_dim=D, num_hidden_layers=layers, **layer)
+    norms = ("norm_before_fc", "fc_norm", "norm_output", "embed_requires_grad")
+    own = {"transformer_layer_config": layer} if nested else layer
+    own = {**own, **dict.fromkeys(norms, False)}
+    own["eagle_aux_hidden_state_layer_ids"] = None
+    config = of_speculators("Eagle3", "0.4.0", **own) | changes
+    tensors = {"fc.weight": rand(H, taps * H), "norm.weight": norm()}
+    tensors |= {"lm_head.weight": rand(VD, H)}
+    tensors |= {"embed_tokens.weight": rand(VOCAB_SIZE, H)}
+    tensors |= {"layers.0.hidden_norm.weight": norm()}
+    tensors |= layer_tensors("layers.0.", inputs=2 * H, qk_norm=qk_norm) | draft_map()
     for index in range(1, layers):
         tensors |= layer_tensors(f"layers.{index}.", qk_norm=qk_norm)
     if config["norm_before_fc"]:
@@ -155,7 +158,7 @@ def speculators(nested=True, taps=3, layers=1, qk_norm=False, **changes):
 
 def medusa(heads=3, layers=1):
     config = {"medusa_num_heads": 2, "medusa_num_layers": layers}
-    config["base_model_name_or_path"] = "lmsys/vicuna-7b-v1.3"
+    config["base_model_name_or_path"] = VICUNA
     tensors = {}
     for head in range(heads):
         for layer in range(layers):
@@ -166,11 +169,9 @@ def medusa(heads=3, layers=1):
 
 
 def hydra(heads=3, layers=2):
-    config = {
-        "hydra_num_heads": heads, "hydra_num_layers": layers, "hydra_head_arch": "mlp",
-        "grounded_heads": True, "hidden_state_offset": 0,
-        "base_model_name_or_path": "lmsys/vicuna-7b-v1.3",
-    }  # fmt: skip
+    config = {"hydra_num_heads": heads, "hydra_num_layers": layers}
+    config |= {"hydra_head_arch": "mlp", "grounded_heads": True}
+    config |= {"hidden_state_offset": 0, "base_model_name_or_path": VICUNA}
     tensors = {}
     for head in range(heads):
         wide = (head + 2) * H
@@ -187,15 +188,14 @@ def hydra(heads=3, layers=2):
 
 def dflash(layers=2, outputs=(1, 2, 4), nested=True, prefix="", **changes):
     own = {"mask_token_id": MASK, "target_layer_ids": list(outputs)}
-    config = layer_config(
-        architectures=["DFlashDraftModel"],
-        auto_map={"AutoModel": "dflash.DFlashDraftModel"}, model_type="qwen3",
-        head_dim=D, num_hidden_layers=layers, rope_theta=1000000, rope_scaling=None,
-        layer_types=["full_attention"] * layers, attention_bias=False,
-        attention_dropout=0.0, use_sliding_window=False, sliding_window=None,
-        block_size=BLOCK, num_target_layers=LAYERS,
-        **({"dflash_config": own} if nested else own),
-    )  # fmt: skip
+    fields = {"dflash_config": own} if nested else own
+    fields |= {"architectures": ["DFlashDraftModel"], "model_type": "qwen3"}
+    fields |= {"auto_map": {"AutoModel": "dflash.DFlashDraftModel"}}
+    fields |= {"head_dim": D, "rope_theta": 1000000, "rope_scaling": None}
+    fields |= {"attention_bias": False, "attention_dropout": 0.0}
+    fields |= {"use_sliding_window": False, "sliding_window": None}
+    fields |= {"layer_types": ["full_attention"] * layers, "num_hidden_layers": layers}
+    config = layer_config(block_size=BLOCK, num_target_layers=LAYERS, **fields)
     tensors = {
         "fc.weight": rand(H, len(outputs) * H),
         "hidden_norm.weight": norm(),
@@ -207,17 +207,12 @@ def dflash(layers=2, outputs=(1, 2, 4), nested=True, prefix="", **changes):
 
 def speculators_dflash(cut=True, **changes):
     _, tensors = dflash()
-    config = {
-        "architectures": ["DFlashSpeculator"], "speculators_model_type": "dflash",
-        "speculators_version": "0.6.0", "draft_vocab_size": VD if cut else VOCAB_SIZE,
-        "block_size": BLOCK, "mask_token_id": MASK, "target_hidden_size": None,
-        "aux_hidden_state_layer_ids": [2, 3, 5], "sample_from_anchor": False,
-        "projector_type": "dflash", "speculators_config": {"algorithm": "dflash"},
-        "transformer_layer_config": layer_config(
-            model_type="qwen3", head_dim=D, num_hidden_layers=2,
-            rope_parameters={"rope_type": "default", "rope_theta": 5000.0}),
-        **changes,
-    }  # fmt: skip
+    layer = {"model_type": "qwen3", "num_hidden_layers": 2, "rope_parameters": ROPE}
+    own = {"transformer_layer_config": layer_config(head_dim=D, **layer)}
+    own |= {"draft_vocab_size": VD if cut else VOCAB_SIZE, "mask_token_id": MASK}
+    own |= {"block_size": BLOCK, "aux_hidden_state_layer_ids": [2, 3, 5]}
+    own |= {"sample_from_anchor": False, "projector_type": "dflash"}
+    config = of_speculators("DFlash", "0.6.0", **own) | changes
     if cut:
         tensors |= {"lm_head.weight": rand(VD, H), **draft_map()}
     return config, tensors
@@ -247,15 +242,18 @@ def one_layer(kind, layers=1, qk_norm=False, **changes):
     own = {
         "kangaroo": {"norm": (H,)},
         "chimera": {
-            "trigram.block": (3 * H, 3 * H), "trigram.down": (H, 3 * H),
-            "out": (H, 2 * H), "norm": (H,),
+            "trigram.block": (3 * H, 3 * H),
+            "trigram.down": (H, 3 * H),
+            "out": (H, 2 * H),
+            "norm": (H,),
         },
         "glide": {"cross.q_proj": (H, H), "cross.o_proj": (H, H), "norm": (H,)},
         "falcon": {
-            "recurrence.inputs.0": (4 * H, 2 * H), "recurrence.inputs.1": (4 * H, H),
+            "recurrence.inputs.0": (4 * H, 2 * H),
+            "recurrence.inputs.1": (4 * H, H),
             **{f"recurrence.states.{i}": (4 * H, H) for i in (0, 1)},
         },
-    }[kind]  # fmt: skip
+    }[kind]
     tensors = {f"{name}.weight": rand(*shape) for name, shape in own.items()}
     if kind == "falcon":
         tensors |= {f"recurrence.inputs.{i}.bias": rand(4 * H) for i in (0, 1)}
@@ -269,10 +267,8 @@ def one_layer(kind, layers=1, qk_norm=False, **changes):
 
 
 def diffusion(layers=2, **changes):
-    config = layer_config(
-        model_type="jetdraft-diffusion", num_hidden_layers=layers, head_dim=D,
-        rope_theta=10000.0, block_size=BLOCK,
-    )  # fmt: skip
+    sizes = {"num_hidden_layers": layers, "head_dim": D, "block_size": BLOCK}
+    config = layer_config(model_type="jetdraft-diffusion", rope_theta=10000.0, **sizes)
     return config | changes, {
         "embed_tokens.weight": rand(VOCAB_SIZE, H),
         "mask": rand(H),

@@ -27,10 +27,8 @@ DRAFTED = 3
 FIRST, LAST = 30, 130
 # Tokens a round that a mistake costs at least.
 FALL = 0.2
-ROPE = {
-    "rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0,
-    "original_max_position_embeddings": 64,
-}  # fmt: skip
+ROPE = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0}
+ROPE |= {"original_max_position_embeddings": 64}
 
 
 def text() -> Tensor:
@@ -70,17 +68,14 @@ def taught(tmp_path_factory):
     streams, out = watched(target.model, ids)
     right = out.logits[0, FIRST:LAST].argmax(-1) == ids[0, FIRST + 1 : LAST + 1]
     assert right.float().mean() > 0.95, "the text must be the target's own"
-    return SimpleNamespace(
-        target=target, ids=ids, streams=streams, final=out.hidden_states[-1],
-        logits=out.logits,
-    )  # fmt: skip
+    known = {"streams": streams, "final": out.hidden_states[-1], "logits": out.logits}
+    return SimpleNamespace(target=target, ids=ids, **known)
 
 
 def eagle3(taught, folder) -> Eagle:
-    config, tensors = layouts.speculators(
-        norm_output=True, fc_norm=True, norm_before_residual=True,
-        eagle_aux_hidden_state_layer_ids=TAPS,
-    )  # fmt: skip
+    norms = dict.fromkeys(("norm_output", "fc_norm", "norm_before_residual"), True)
+    taps = {"eagle_aux_hidden_state_layer_ids": TAPS}
+    config, tensors = layouts.speculators(**norms, **taps)
     config["transformer_layer_config"]["rope_parameters"] = ROPE
     # A layer norms what is recycled, so that even weights here would do nothing.
     tensors["norm.weight"] = torch.linspace(0.2, 3.0, H)

@@ -194,10 +194,9 @@ def test_over_fixed_buffers_a_head_computes_the_same(target, states, tmp_path):
     past = [(torch.zeros(1, 2, 32, 16), torch.zeros(1, 2, 32, 16)) for _ in range(2)]
     rows = []
     for start, end in ((0, 8), (8, ROWS)):
-        state = StepState(
-            cursor=torch.tensor([start]), last_row=torch.tensor([end - 1]),
-            total_length=torch.tensor([end]), past=past,
-        )  # fmt: skip
+        places = {"cursor": start, "last_row": end - 1, "total_length": end}
+        places = {name: torch.tensor([place]) for name, place in places.items()}
+        state = StepState(past=past, **places)
         with attending(state), torch.no_grad():
             features = head.fuse([tap[None] for tap in taps])[:, start:end]
             tokens = states.tokens[None, start:end]

@@ -1,6 +1,5 @@
 """MTP modules of a target's own files, against transformers' `MtpModel`."""
 
-import json
 import re
 from types import SimpleNamespace
 
@@ -19,7 +18,7 @@ from jetdraft.errors import CheckpointError, UnsupportedModelError
 from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.methods.eagle.task import EagleSettings, EagleTask
 from jetdraft.recipe import Recipe
-from tests import same_text, tiny
+from tests import edit_json, same_text, tiny
 from tests.checkpoints.heads import layouts, reference
 from tests.checkpoints.heads.conftest import ROWS
 from tests.checkpoints.heads.layouts import H
@@ -244,14 +243,10 @@ def test_two_modules_are_refused(tmp_path):
 
 
 def test_mimo_with_its_own_config(tmp_path):
-    file, plain = tmp_path / "config.json", mimo(tmp_path)[0].model
-    own = {
-        "model_type": "mimo",
-        "architectures": ["MiMoForCausalLM"],
-        "auto_map": {"AutoModelForCausalLM": "modeling_mimo.MiMoForCausalLM"},
-        "num_nextn_predict_layers": 1,
-    }
-    file.write_text(json.dumps(json.loads(file.read_text()) | own))
+    plain = mimo(tmp_path)[0].model
+    own = {"model_type": "mimo", "architectures": ["MiMoForCausalLM"]}
+    own |= {"auto_map": {"AutoModelForCausalLM": "modeling_mimo.MiMoForCausalLM"}}
+    edit_json(tmp_path / "config.json", **own, num_nextn_predict_layers=1)
     (tmp_path / "modeling_mimo.py").write_text("raise SystemExit")
     target = Checkpoint.load(str(tmp_path), torch.float32)
     assert target.model.config.rope_parameters == plain.config.rope_parameters

@@ -9,6 +9,7 @@ import pytest
 from gguf import GGMLQuantizationType as Type
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from jetdraft import CheckpointError, DeviceError, OptionError, UnsupportedModelError
 from jetdraft.devices.cost_model import (
     FITTED,
     Dimensions,
@@ -24,12 +25,6 @@ from jetdraft.devices.plan import (
     expected_levels,
     plan,
 )
-from jetdraft.errors import (
-    CheckpointError,
-    DeviceError,
-    OptionError,
-    UnsupportedModelError,
-)
 from jetdraft.export.step import buffer_sizes
 from jetdraft.recipe import Recipe
 from tests import cases
@@ -38,11 +33,9 @@ from tests.ggufs import one, write_gguf
 from tests.programs import assert_refused, jetdraft, succeed
 from tests.tiny import HYBRIDS, MIXTURES, SHARING, SIZES, llama_config
 
-CONFIG = {
-    "hidden_size": 2048, "num_hidden_layers": 28, "num_attention_heads": 16,
-    "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 6144,
-    "vocab_size": 151936, "tie_word_embeddings": True,
-}  # fmt: skip
+CONFIG = {"hidden_size": 2048, "num_hidden_layers": 28, "num_attention_heads": 16}
+CONFIG |= {"num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 6144}
+CONFIG |= {"vocab_size": 151936, "tie_word_embeddings": True}
 SMALL = {**CONFIG, "hidden_size": 512, "num_hidden_layers": 2, "head_dim": 32}
 LARGE = {**CONFIG, "hidden_size": 8192, "num_hidden_layers": 80}
 LARGE["intermediate_size"] = 28672
@@ -279,18 +272,14 @@ def test_export_refuses_what_does_not_fit(config, tmp_path):
 
 
 LLAMA = {**SIZES, "model_type": "llama", "vocab_size": 128}
-QWEN = {
-    **LLAMA, "model_type": "qwen3_5_text", "num_hidden_layers": 4, "head_dim": 32,
-    "attn_output_gate": True, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
-    "linear_key_head_dim": 16, "linear_value_head_dim": 16,
-    "full_attention_interval": 4,
-}  # fmt: skip
+QWEN = {**LLAMA, "model_type": "qwen3_5_text", "num_hidden_layers": 4, "head_dim": 32}
+QWEN |= {"attn_output_gate": True, "linear_num_key_heads": 2}
+QWEN |= {"linear_num_value_heads": 4, "linear_key_head_dim": 16}
+QWEN |= {"linear_value_head_dim": 16, "full_attention_interval": 4}
 
-LFM2 = {
-    **LLAMA, "model_type": "lfm2", "tie_embedding": True, "block_multiple_of": 32,
-    "layer_types": ["conv", "full_attention", "conv"],
-    "block_auto_adjust_ff_dim": True,
-}  # fmt: skip
+LFM2 = {**LLAMA, "model_type": "lfm2", "tie_embedding": True, "block_multiple_of": 32}
+LFM2 |= {"layer_types": ["conv", "full_attention", "conv"]}
+LFM2 |= {"block_auto_adjust_ff_dim": True}
 
 
 def counted(config):
@@ -435,12 +424,9 @@ def test_files_that_are_not_configs(tmp_path, content, match):
         Dimensions.read(tmp_path)
 
 
-def test_one_expert_is_no_mixture():
+def test_a_mixture_must_say_how_many_experts_a_token_uses_and_one_is_none():
     assert Dimensions.of({**LLAMA, "num_experts": 1})
     assert Dimensions.of({**LLAMA, "num_experts": 8, "is_moe": False})
-
-
-def test_a_mixture_must_say_how_many_experts_a_token_uses():
     with pytest.raises(UnsupportedModelError, match="how many of them"):
         Dimensions.of({**LLAMA, "num_experts": 8})
     with pytest.raises(UnsupportedModelError, match="mixture of experts"):

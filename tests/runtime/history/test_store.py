@@ -23,6 +23,7 @@ from jetdraft.runtime.history.trigrams import (
     puct,
 )
 from jetdraft.runtime.sampling.chooser import Chooser, Sampling
+from tests import cases
 from tests.programs import refused_option
 
 NOWHERE = np.zeros(0, np.float32)
@@ -30,6 +31,11 @@ NOWHERE = np.zeros(0, np.float32)
 
 def open_store(folder, **options):
     return ResponseStore(folder / "store.sqlite", "tokens", **options)
+
+
+@pytest.fixture
+def store(tmp_path):
+    return open_store(tmp_path)
 
 
 def entry(*prompt, response=(1, 2)):
@@ -45,8 +51,7 @@ def changed(store, query):
         return database.execute(query).fetchall()
 
 
-def test_entries_come_back_latest_first(tmp_path):
-    store = open_store(tmp_path)
+def test_entries_come_back_latest_first(store, tmp_path):
     vector = np.array([0.6, 0.8], np.float32)
     store.add(Entry([5, 70000], [9], vector))
     store.add(entry(6))
@@ -84,8 +89,7 @@ def test_one_file_serves_several_users(tmp_path):
     assert prompts(store.of("ann")) == [[2], [1]]
 
 
-def test_another_user_of_a_file_that_is_damaged_meanwhile(tmp_path):
-    store = open_store(tmp_path)
+def test_another_user_of_a_file_that_is_damaged_meanwhile(store):
     for token in range(50):
         store.add(entry(token, response=range(500)))
     content = bytearray(store.file.read_bytes())
@@ -105,9 +109,9 @@ def test_the_same_request_is_kept_once_and_the_oldest_go(tmp_path):
     assert prompts(store) == [[5], [4], [3]]
 
 
-def test_an_addition_reads_nothing_that_is_known(tmp_path, monkeypatch):
+def test_an_addition_reads_nothing_that_is_known(store, tmp_path, monkeypatch):
     """A model is busy until its response is kept."""
-    store, others = open_store(tmp_path), open_store(tmp_path)
+    others = open_store(tmp_path)
     for token in range(20):
         others.add(entry(token))
     read, make = [], stores.Entry
@@ -133,24 +137,22 @@ def test_what_is_too_old_goes(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("response", [range(MAX_TOKENS), []])
-def test_very_long_and_empty_responses_are_not_kept(tmp_path, response):
-    store = open_store(tmp_path)
+def test_very_long_and_empty_responses_are_not_kept(store, response):
     store.add(entry(5, response=response))
     assert store.entries == []
 
 
-def test_a_shorter_run_of_the_same_keeps_the_longer_response(tmp_path):
-    store = open_store(tmp_path)
+def test_a_shorter_run_of_the_same_keeps_the_longer_response(store):
     store.add(entry(5, response=[1, 2, 3]))
     store.add(entry(6))
     store.add(entry(5, response=[1, 2]))
     assert [(e.prompt, e.response) for e in store.entries] == [
-        ([5], [1, 2, 3]), ([6], [1, 2])
-    ]  # fmt: skip
+        ([5], [1, 2, 3]),
+        ([6], [1, 2]),
+    ]
 
 
-def test_entries_that_nobody_could_draft_are_left_out(tmp_path):
-    store = open_store(tmp_path)
+def test_entries_that_nobody_could_draft_are_left_out(store, tmp_path):
     store.add(entry(5, response=[7, 300]))
     store.add(entry(6, response=[7]))
     assert prompts(open_store(tmp_path, vocab_size=300)) == [[6]]
@@ -165,17 +167,14 @@ def test_a_user_must_be_a_name_and_the_file_in_a_folder(tmp_path):
         open_store(tmp_path / "missing")
 
 
-def test_a_failure_while_keeping_stops_nothing(tmp_path, monkeypatch):
-    store = open_store(tmp_path)
-
+def test_a_failure_while_keeping_stops_nothing(store, monkeypatch):
     full = Mock(side_effect=sqlite3.OperationalError("database or disk is full"))
     monkeypatch.setattr(store, "_write_entry", full)
     with pytest.warns(UserWarning, match="could not be kept"):
         store.add(entry(5))
 
 
-def test_a_response_that_is_a_text_is_replaced(tmp_path):
-    store = open_store(tmp_path)
+def test_a_response_that_is_a_text_is_replaced(store, tmp_path):
     store.add(entry(5))
     changed(store, "update entries set response = 'hello'")
     again = open_store(tmp_path)
@@ -230,12 +229,9 @@ def test_what_is_said_is_kept_for_the_next_process(bundle, remembering):
     assert text(again, method="lookup", num_draft_tokens=8).stats.tokens_per_pass > 4
 
 
-def test_a_saved_prefix_is_not_kept(remembering, tmp_path):
+def test_a_saved_prefix_and_an_unfinished_text_are_not_kept(remembering, tmp_path):
     remembering.save_prefix(tmp_path / "prefix.npz", PROMPT)
     assert remembering.parts.store.entries == []
-
-
-def test_an_unfinished_text_is_not_kept(remembering):
     stream = remembering.stream(token_ids=PROMPT)
     next(iter(stream))
     stream.close()
@@ -335,14 +331,15 @@ def test_bad_tables_are_refused(tmp_path):
             Counts.load(file, "tokens", 300)
 
 
-@pytest.mark.parametrize(
-    ("name", "damage"),
-    [*((name, lambda a: a[:3]) for name in ("pairs", "offsets", "tokens", "weights")),
-     *((name, lambda a: a[::-1]) for name in ("pairs", "offsets")),
-     *((name, lambda a: a * 0) for name in ("pairs", "offsets", "weights")),
-     ("pairs", lambda a: a.astype(np.float64)),
-     ("tokens", lambda a: a + np.uint32(300)), ("weights", lambda a: a * np.nan)],
-)  # fmt: skip
+@cases(
+    "name, damage",
+    *((name, lambda a: a[:3]) for name in ("pairs", "offsets", "tokens", "weights")),
+    *((name, lambda a: a[::-1]) for name in ("pairs", "offsets")),
+    *((name, lambda a: a * 0) for name in ("pairs", "offsets", "weights")),
+    ("pairs", lambda a: a.astype(np.float64)),
+    ("tokens", lambda a: a + np.uint32(300)),
+    ("weights", lambda a: a * np.nan),
+)
 def test_arrays_that_do_not_fit_are_refused(tmp_path, name, damage):
     file = tmp_path / "table.npz"
     Counts.of(documents()).save(file, "tokens")

@@ -114,8 +114,10 @@ def test_up_to_the_last_row_of_the_buffers(kept):
 
 @cases(
     "one, other, length",
-    ([], [1], 0), ([1, 2, 3], [1, 2, 4, 5], 2), ([1, 2], [1, 2, 3], 2),
-)  # fmt: skip
+    ([], [1], 0),
+    ([1, 2, 3], [1, 2, 4, 5], 2),
+    ([1, 2], [1, 2, 3], 2),
+)
 def test_common_beginnings(one, other, length):
     assert common_length(one, other) == length
 
@@ -182,10 +184,10 @@ def test_where_filling_up_has_no_room_less_is_read(kept, monkeypatch):
     assert graph.cache.length == 255
 
 
-@cases(
-    "most, widths",
-    (16, []), (31, []), (64, [64, 32]), (100, [96, 48]), (128, [128, 64, 32]),
-)  # fmt: skip
+WIDTHS = {16: [], 31: [], 64: [64, 32], 100: [96, 48], 128: [128, 64, 32]}
+
+
+@pytest.mark.parametrize(("most", "widths"), WIDTHS.items())
 def test_prompts_are_read_in_multiples_of_the_widest_draft(kept, most, widths):
     contract = replace(kept.bundle.target.contract, max_width=most)
     assert prefill_widths(contract) == widths

@@ -21,9 +21,9 @@ from jetdraft.runtime.measured import survey
 from jetdraft.runtime.passes.buffers import Tensor
 from jetdraft.runtime.passes.opener import Opener
 from jetdraft.runtime.passes.session import ONE_THREAD
-from tests import WAYS, same_text
+from tests import WAYS, filled, same_text
 from tests.checkpoints.heads import layouts
-from tests.tiny import drafter_config, llama_config, save_checkpoint, save_streams
+from tests.tiny import drafter_config, llama_config, save_checkpoint, save_probes
 from tools.forecast.forecast import Fate, forecasts
 
 PROMPT = np.random.default_rng(3).integers(0, 288, 12).tolist()
@@ -62,10 +62,9 @@ def checkpoints(tmp_path_factory):
 
 def exported(folder, name, recipe, drafter=True, **options):
     settings = {"provider": "webgpu", "capacity": 64, "max_width": 16} | options
-    return export(
-        str(folder / "target"), folder / name,
-        str(folder / "drafter") if drafter else None, ExportOptions(recipe, **settings),
-    )  # fmt: skip
+    source, options = str(folder / "target"), ExportOptions(recipe, **settings)
+    beside = str(folder / "drafter") if drafter else None
+    return export(source, folder / name, beside, options)
 
 
 @pytest.fixture(scope="module")
@@ -193,9 +192,7 @@ def test_a_chain_graph_is_captured(checkpoints, model):
     graph = Opener(found, PROVIDERS["webgpu"], ONE_THREAD).graph(chains)
     assert graph.captures is not None
     assert graph.memory.on_host == ()
-    graph.cache.rewind(0)
-    graph.run(PROMPT[:6])
-    graph.cache.advance(6)
+    filled(graph, PROMPT[:6])
     logits = [graph.run(PROMPT[:2]).logits.copy() for _ in range(4)]
     assert all(np.array_equal(logits[0], other) for other in logits[1:])
     before = dict(graph.captures.ids)
@@ -208,7 +205,7 @@ def test_a_chain_graph_is_captured(checkpoints, model):
 def test_streams_draft_on_the_device(tmp_path):
     save_checkpoint(tmp_path / "target", llama_config(num_hidden_layers=1))
     settings = StreamSettings(gamma=2, layers=1, lora_rank=4, prune_rank=2)
-    save_streams(tmp_path / "target", settings)
+    save_probes(tmp_path / "target", settings)
     # No two widths agree with streams here, and a survey tries them until two do.
     found = exported(tmp_path, "b", Recipe("none"), drafter=False, max_width=4)
     model = jetdraft.load(found.path, threads=1)

@@ -26,11 +26,14 @@ class Named(LookupProposer):
 
 def outcome(method="draft", drafted=3, accepted=0, ms=1.0, width=4, draft_ms=0.1):
     return Round(
-        method=method, width=width, drafted=drafted,
+        method=method,
+        width=width,
+        drafted=drafted,
         ranks=[(0, 1)] * accepted + [(1, 1)] * (accepted < drafted),
-        target_seconds=ms / 1e3, draft_seconds=draft_ms * drafted / 1e3,
+        target_seconds=ms / 1e3,
+        draft_seconds=draft_ms * drafted / 1e3,
         asked={method: (drafted, draft_ms * drafted / 1e3)} if drafted else {},
-    )  # fmt: skip
+    )
 
 
 def adaptive(slope=0.1, draft_ms=0.05, widths=WIDTHS):

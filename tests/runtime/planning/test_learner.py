@@ -34,9 +34,21 @@ def load(toy, folder, **options):
     return jetdraft.load(toy, threads=1, learn=folder, **options)
 
 
+@pytest.fixture
+def model(toy, tmp_path):
+    with load(toy, tmp_path) as model:
+        yield model
+
+
 def read(folder, model):
     contract = model.bundle.target.contract
     return Lessons(folder, model.bundle.tokenizer_sha256, contract.vocab_size).read()
+
+
+def chosen(folder, toy, arrays):
+    """Put weights in a folder as if their trial were over, and they were kept."""
+    name = put_on_trial(folder, toy, arrays)
+    choose(folder, Choice(name, None, lessons.drafter_sha256(Bundle.open(toy))))
 
 
 def rounds(model, count, plain, **options):
@@ -65,48 +77,45 @@ def test_nothing_is_kept_without_the_option(toy, tmp_path, monkeypatch, plain):
 
 @pytest.mark.parametrize("tree", ["chain", "best"])
 @pytest.mark.parametrize("exact", [True, False])
-def test_wrong_places_are_where_the_target_spoke(toy, tmp_path, tree, exact):
-    with load(toy, tmp_path) as model:
-        result = model.generate(
-            "The robot sees", **DRAFTED, drafting={"tree": tree}, exact=exact
+def test_wrong_places_are_where_the_target_spoke(model, tmp_path, tree, exact):
+    result = model.generate(
+        "The robot sees", **DRAFTED, drafting={"tree": tree}, exact=exact
+    )
+    [one] = read(tmp_path, model)
+    prompt = model.parts.text.encode("The robot sees")
+    text = [*prompt, *result.token_ids]
+    assert one.tokens.tolist() == text
+    assert len(one.places) == len(set(one.places))
+    assert min(one.places) >= len(prompt)
+    share = result.stats.by_method["draft"]
+    wrong = share.evaluated_tokens - share.accepted_tokens
+    assert abs(len(one.places) - wrong) <= 1, "the last may be beyond the limit"
+    assert one.ids.shape == (len(one.places), lessons.CANDIDATES)
+    for place, ids, logits in zip(one.places, one.ids, one.logits, strict=True):
+        again = model.generate(
+            token_ids=text[:place], method="none", max_new_tokens=1, logprobs=1
         )
-        [one] = read(tmp_path, model)
-        prompt = model.parts.text.encode("The robot sees")
-        text = [*prompt, *result.token_ids]
-        assert one.tokens.tolist() == text
-        assert len(one.places) == len(set(one.places))
-        assert min(one.places) >= len(prompt)
-        share = result.stats.by_method["draft"]
-        wrong = share.evaluated_tokens - share.accepted_tokens
-        assert abs(len(one.places) - wrong) <= 1, "the last may be beyond the limit"
-        assert one.ids.shape == (len(one.places), lessons.CANDIDATES)
-        for place, ids, logits in zip(one.places, one.ids, one.logits, strict=True):
-            again = model.generate(
-                token_ids=text[:place], method="none", max_new_tokens=1, logprobs=1
-            )
-            assert ids[0] == text[place] == again.token_ids[0]
-            assert (np.diff(logits) <= 0).all()
+        assert ids[0] == text[place] == again.token_ids[0]
+        assert (np.diff(logits) <= 0).all()
 
 
-def test_long_texts_keep_their_end(toy, tmp_path, monkeypatch):
+def test_long_texts_keep_their_end(model, tmp_path, monkeypatch):
     monkeypatch.setattr("jetdraft.runtime.planning.planner.MAX_TOKENS", 24)
     monkeypatch.setattr("jetdraft.runtime.planning.planner.MAX_PLACES", 3)
-    with load(toy, tmp_path) as model:
-        result = model.generate("The robot sees", **DRAFTED)
-        [lesson] = read(tmp_path, model)
-        assert lesson.tokens.tolist() == result.token_ids[-24:]
-        assert 1 <= len(lesson.places) <= 3
-        assert lesson.ids[:, 0].tolist() == lesson.tokens[lesson.places].tolist()
+    result = model.generate("The robot sees", **DRAFTED)
+    [lesson] = read(tmp_path, model)
+    assert lesson.tokens.tolist() == result.token_ids[-24:]
+    assert 1 <= len(lesson.places) <= 3
+    assert lesson.ids[:, 0].tolist() == lesson.tokens[lesson.places].tolist()
 
 
-def test_each_user_has_lessons(toy, tmp_path):
-    with load(toy, tmp_path) as model:
-        model.generate("The robot sees", method="none", max_new_tokens=32)
-        assert read(tmp_path, model) == [], "plain decoding teaches nothing"
-        model.generate("The robot sees", **DRAFTED, drafting={"user": "ann"})
-        assert len(read(tmp_path, model)) == 1
-        kept = Lessons(tmp_path, model.bundle.tokenizer_sha256, 384)
-        assert (kept.clear("bob"), kept.clear("ann")) == (0, 1)
+def test_each_user_has_lessons(model, tmp_path):
+    model.generate("The robot sees", method="none", max_new_tokens=32)
+    assert read(tmp_path, model) == [], "plain decoding teaches nothing"
+    model.generate("The robot sees", **DRAFTED, drafting={"user": "ann"})
+    assert len(read(tmp_path, model)) == 1
+    kept = Lessons(tmp_path, model.bundle.tokenizer_sha256, 384)
+    assert (kept.clear("bob"), kept.clear("ann")) == (0, 1)
 
 
 def test_new_weights_wait_for_a_rate_before_them(toy, tmp_path, plain):
@@ -146,67 +155,59 @@ def test_bad_weights_are_taken_back(toy, tmp_path, plain, caplog):
 
 def test_a_swap_computes_the_drafters_buffers_again(toy, tmp_path):
     arrays, prompt = random_arrays(toy, 3), "The robot sees"
-    name = put_on_trial(tmp_path / "new", toy, arrays)
-    choice = Choice(name, None, lessons.drafter_sha256(Bundle.open(toy)))
-    choose(tmp_path / "new", choice)
+    chosen(tmp_path / "new", toy, arrays)
     with load(toy, tmp_path / "new") as model:
         fresh = model.generate(prompt, **DRAFTED).stats.to_json()
     with load(toy, tmp_path / "old") as model:
         model.generate(prompt, **DRAFTED)
-        put_on_trial(tmp_path / "old", toy, arrays)
-        choose(tmp_path / "old", choice)
+        chosen(tmp_path / "old", toy, arrays)
         swapped = model.generate(prompt, **DRAFTED).stats.to_json()
     for key in ("drafted_tokens", "accepted_by_position", "rounds_by_choice"):
         assert swapped[key] == fresh[key]
 
 
 @pytest.mark.parametrize("arrays", WRONG.values(), ids=WRONG)
-def test_weights_that_do_not_fit_are_refused(toy, tmp_path, plain, arrays):
-    with load(toy, tmp_path) as model:
-        rounds(model, VERDICT_TOKENS, plain)
-        put_on_trial(tmp_path, toy, arrays)
-        with pytest.warns(UserWarning, match="no weights were swapped"):
-            rounds(model, 1, plain)
-        rounds(model, VERDICT_TOKENS, plain)
-        assert model.parts.learning.weights._sets.read_choice().name == ""
+def test_weights_that_do_not_fit_are_refused(model, toy, tmp_path, plain, arrays):
+    rounds(model, VERDICT_TOKENS, plain)
+    put_on_trial(tmp_path, toy, arrays)
+    with pytest.warns(UserWarning, match="no weights were swapped"):
+        rounds(model, 1, plain)
+    rounds(model, VERDICT_TOKENS, plain)
+    assert model.parts.learning.weights._sets.read_choice().name == ""
 
 
-def test_huge_weights_change_no_text(toy, tmp_path, plain):
+def test_huge_weights_change_no_text(model, toy, tmp_path, plain):
     """Numbers that overflow give logits that are no numbers."""
     huge = {name: array * 1e30 for name, array in random_arrays(toy).items()}
-    with load(toy, tmp_path) as model:
-        rounds(model, VERDICT_TOKENS, plain)
-        put_on_trial(tmp_path, toy, huge)
-        rounds(model, EARLY_TOKENS, plain)
-        rounds(model, EARLY_TOKENS, plain, temperature=0.0, drafting={"tree": "best"})
+    rounds(model, VERDICT_TOKENS, plain)
+    put_on_trial(tmp_path, toy, huge)
+    rounds(model, EARLY_TOKENS, plain)
+    rounds(model, EARLY_TOKENS, plain, temperature=0.0, drafting={"tree": "best"})
 
 
-def test_a_trial_against_itself_is_none(toy, tmp_path, plain):
+def test_a_trial_against_itself_is_none(model, toy, tmp_path, plain):
     """Nobody writes such a choice, but it must not end a text."""
-    with load(toy, tmp_path) as model:
-        name = put_on_trial(tmp_path, toy, random_arrays(toy))
-        choose(tmp_path, Choice(name, name, lessons.drafter_sha256(Bundle.open(toy))))
-        rounds(model, EARLY_TOKENS, plain)
-        assert model.parts.learning.weights._name == name
+    name = put_on_trial(tmp_path, toy, random_arrays(toy))
+    choose(tmp_path, Choice(name, name, lessons.drafter_sha256(Bundle.open(toy))))
+    rounds(model, EARLY_TOKENS, plain)
+    assert model.parts.learning.weights._name == name
 
 
-def test_poisoned_lessons_change_no_text(toy, tmp_path, plain):
-    with load(toy, tmp_path) as model:
+def test_poisoned_lessons_change_no_text(model, tmp_path, plain):
+    rounds(model, 20, plain)
+    with (
+        closing(sqlite3.connect(tmp_path / lessons.LESSONS_FILE)) as database,
+        database,
+    ):
+        database.execute("update lessons set ids = ?, tokens = 'x'", (b"x" * 7,))
+    rounds(model, 20, plain)
+    (tmp_path / lessons.LESSONS_FILE).write_bytes(b"\x00\xff" * 5000)
+    with pytest.warns(UserWarning, match="could not be kept"):
         rounds(model, 20, plain)
-        with (
-            closing(sqlite3.connect(tmp_path / lessons.LESSONS_FILE)) as database,
-            database,
-        ):
-            database.execute("update lessons set ids = ?, tokens = 'x'", (b"x" * 7,))
-        rounds(model, 20, plain)
-        (tmp_path / lessons.LESSONS_FILE).write_bytes(b"\x00\xff" * 5000)
-        with pytest.warns(UserWarning, match="could not be kept"):
-            rounds(model, 20, plain)
 
 
 def test_later_twins_take_the_same_weights(toy, tmp_path, plain):
-    name = put_on_trial(tmp_path, toy, random_arrays(toy))
-    choose(tmp_path, Choice(name, None, lessons.drafter_sha256(Bundle.open(toy))))
+    chosen(tmp_path, toy, random_arrays(toy))
     with load(toy, tmp_path) as model:
         for _ in range(2):  # the first takes its session with it
             with model.twin() as twin:
@@ -215,20 +216,19 @@ def test_later_twins_take_the_same_weights(toy, tmp_path, plain):
             gc.collect()
 
 
-def test_twins_take_the_same_weights(toy, tmp_path, plain):
-    with load(toy, tmp_path) as model:
-        twin = model.twin()
-        rounds(model, VERDICT_TOKENS, plain)
-        put_on_trial(tmp_path, toy, random_arrays(toy))
-        rounds(model, 1, plain)
-        assert rounds(twin, 1, plain) < 0.4, "the twin swaps too"
-        rounds(twin, EARLY_TOKENS, plain)
-        assert model.parts.learning.weights._sets.read_choice().name == ""
-        rounds(model, 1, plain)
-        rounds(twin, 1, plain)
-        mine, its = (m.parts.drafter.sessions.any.session for m in (model, twin))
-        assert mine is its
-        twin.close()
+def test_twins_take_the_same_weights(model, toy, tmp_path, plain):
+    twin = model.twin()
+    rounds(model, VERDICT_TOKENS, plain)
+    put_on_trial(tmp_path, toy, random_arrays(toy))
+    rounds(model, 1, plain)
+    assert rounds(twin, 1, plain) < 0.4, "the twin swaps too"
+    rounds(twin, EARLY_TOKENS, plain)
+    assert model.parts.learning.weights._sets.read_choice().name == ""
+    rounds(model, 1, plain)
+    rounds(twin, 1, plain)
+    mine, its = (m.parts.drafter.sessions.any.session for m in (model, twin))
+    assert mine is its
+    twin.close()
 
 
 USER = """\
@@ -236,12 +236,12 @@ import sys
 import jetdraft
 
 with jetdraft.load(sys.argv[1], threads=1, learn=sys.argv[2]) as model:
-    for number in range(12):
-        result = model.generate(
-            f"The robot sees {number}", method="draft", num_draft_tokens=4,
-            max_new_tokens=48, drafting={"user": sys.argv[3]},
-        )
-        print(result.text)
+for number in range(12):
+    result = model.generate(
+        f"The robot sees {number}", method="draft", num_draft_tokens=4,
+        max_new_tokens=48, drafting={"user": sys.argv[3]},
+    )
+    print(result.text)
 """
 
 

@@ -130,9 +130,8 @@ def test_a_guess_is_tried_up_to_its_first_difference():
         Trial(6, 9, 3, by_drafter=True),
         Trial(1, None, 3, by_drafter=True),
     ]
-    assert _as_trials([5, 9], guess, by_drafter=False) == [
-        Trial(5, 5, 2, by_drafter=False), Trial(9, 9, 3, by_drafter=False)
-    ]  # fmt: skip
+    right = [Trial(token, token, n, by_drafter=False) for token, n in ((5, 2), (9, 3))]
+    assert _as_trials([5, 9], guess, by_drafter=False) == right
     assert _as_trials([6], Guess([], 0.0, 0), True) == [Trial(6, None, 0, True)]
 
 
@@ -153,18 +152,13 @@ def test_the_better_is_preferred(own, guess):
     assert taught(own, guess).prefers(2) == (guess and not own)
 
 
-def test_each_evidence_has_rates_of_its_own():
+def test_long_matches_are_trusted_from_the_start_and_each_has_rates_of_its_own():
+    trust = Trust()
+    trusted = [trust.prefers(evidence) for evidence in (1, 2, 3, 4, 5)]
+    assert trusted == [False, False, False, True, True]
     trust = taught(own=False, guess=True, evidence=1)
     assert trust.prefers(1)
     assert not trust.prefers(2), "the drafter may be right after longer matches"
-
-
-def test_only_long_matches_are_trusted_from_the_start():
-    trust = Trust()
-    assert [trust.prefers(evidence) for evidence in (1, 2, 3, 4, 5)] == [
-        *[False] * 3,
-        *[True] * 2,
-    ]
 
 
 def test_a_drafter_that_is_not_asked_gets_another_chance():

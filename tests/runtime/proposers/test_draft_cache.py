@@ -59,11 +59,13 @@ def plain(loaded):
     return [generate(model, "none", way).token_ids for way in (GREEDY, SAMPLED)]
 
 
-def generate(model, method, way=GREEDY, prompt=PROMPT, tokens=60, **options):
-    return model.generate(
-        token_ids=prompt, method=method, max_new_tokens=tokens, ignore_eos=True,
-        **way, **options,
-    )  # fmt: skip
+def request_of(method, way=GREEDY, prompt=PROMPT, tokens=60, **options):
+    how = {"token_ids": prompt, "method": method, "ignore_eos": True}
+    return {**how, "max_new_tokens": tokens, **way, **options}
+
+
+def generate(model, *request, **options):
+    return model.generate(**request_of(*request, **options))
 
 
 def chain(method, count):
@@ -101,10 +103,7 @@ def made(model, method, **options):
 def follow(model, method, way, drafting):
     """The text and stats of a generation, after each round of which rows are right."""
     sequence = list(PROMPT)
-    stream = model.stream(
-        token_ids=PROMPT, method=method, max_new_tokens=60, ignore_eos=True,
-        **drafting, **way,
-    )  # fmt: skip
+    stream = model.stream(**request_of(method, way, **drafting))
     for piece in stream:
         before, sequence = len(sequence), sequence + piece.token_ids
         # In the last round there is no room for a draft, so nothing is fed.
@@ -136,10 +135,8 @@ def test_each_round_of_trees(model, method, plain, way, tree):
 
 @pytest.mark.parametrize("method", BLOCKS)
 def test_every_number_of_tokens_of_a_block_is_accepted(model, method):
-    result = model.stream(
-        token_ids=PROMPT, method=method, max_new_tokens=110, ignore_eos=True,
-        **chain(method, BLOCK),
-    )  # fmt: skip
+    way = request_of(method, tokens=110, **chain(method, BLOCK))
+    result = model.stream(**way)
     assert {len(piece.token_ids) - 1 for piece in result} >= set(range(BLOCK + 1))
 
 
@@ -216,13 +213,17 @@ def test_the_same_prompt_again(model, method):
         check_rows(model, prompt + again.token_ids)
 
 
-def test_the_catch_up_is_the_first_draft(model, method):
+def test_the_catch_up_is_the_first_draft_and_its_cost_is_measured(model, method):
     """The prompt of 70 tokens is read in passes of 32, the last of which drafts too."""
+    assert tune(model).drafts[method] > 0
     model.forget()
     before = model.parts.drafter.passes
-    rounds = generate(model, method, num_draft_tokens=3).stats.target_passes
+    result = generate(model, method, num_draft_tokens=3)
     each = 3 if method in HEADS else 1
-    assert model.parts.drafter.passes - before <= each * rounds + 2
+    passes = model.parts.drafter.passes - before
+    assert passes <= each * result.stats.target_passes + 2
+    check_rows(model, PROMPT + result.token_ids)
+    assert model.parts.curve.drafts[method] > 0
 
 
 def test_a_catch_up_leaves_the_row_that_drafts(model, method):
@@ -272,11 +273,7 @@ def test_rounds_of_others_change_nothing(model, method, plain):
     proposer.propose = spy
     turns = Turns(proposer, plain[0])
     with registered(Method("turns", "in turn", lambda loaded, options: turns)):
-        stream = model.stream(
-            token_ids=PROMPT, method="turns", num_draft_tokens=4, max_new_tokens=60,
-            ignore_eos=True,
-        )  # fmt: skip
-        for piece in stream:
+        for piece in model.stream(**request_of("turns", num_draft_tokens=4)):
             sequence += piece.token_ids
             check_rows(model, sequence)
     assert sequence == PROMPT + plain[0]
@@ -288,12 +285,9 @@ def test_rounds_of_others_change_nothing(model, method, plain):
 
 
 def test_twins_have_caches_of_their_own(model, method, plain):
-    how = {"method": method, "num_draft_tokens": 4, "ignore_eos": True}
+    how = request_of(method, num_draft_tokens=4)
     with model.twin() as twin:
-        streams = [
-            one.stream(token_ids=PROMPT, max_new_tokens=60, **how)
-            for one in (model, twin)
-        ]
+        streams = [one.stream(**how) for one in (model, twin)]
         texts = [[], []]
         for pieces in zip(*streams, strict=True):
             for text, piece in zip(texts, pieces, strict=True):
@@ -384,13 +378,10 @@ def test_a_second_pass_knows_the_first_half(model, method):
     """With noise the first half is often not the best guess, as the rest supposes."""
     tokens_per_pass = {}
     for steps in (1, 2):
-        stats = [
-            generate(
-                model, method, {"temperature": 0.8, "seed": seed}, PROMPT[:20], 150,
-                num_draft_tokens=BLOCK, drafting={"steps": steps, **ALL},
-            ).stats
-            for seed in range(4)
-        ]  # fmt: skip
+        how = {"num_draft_tokens": BLOCK, "drafting": {"steps": steps, **ALL}}
+        how |= {"prompt": PROMPT[:20], "tokens": 150}
+        ways = [{"temperature": 0.8, "seed": seed} for seed in range(4)]
+        stats = [generate(model, method, way, **how).stats for way in ways]
         passes = sum(one.target_passes for one in stats)
         tokens_per_pass[steps] = sum(one.new_tokens for one in stats) / passes
     assert tokens_per_pass[2] > tokens_per_pass[1] > 1.5
@@ -522,9 +513,3 @@ def test_auto_does_not_choose_a_random_drafter_for_long(
         assert max(shares[1:]) < 0.1
     else:
         assert sum(shares[1:]) / 3 < 0.2
-
-
-def test_its_cost_is_measured(model, method):
-    assert tune(model).drafts[method] > 0
-    check_rows(model, PROMPT + generate(model, method, num_draft_tokens=3).token_ids)
-    assert model.parts.curve.drafts[method] > 0

@@ -16,10 +16,10 @@ from jetdraft.runtime.sampling.chooser import Chooser, Sampling
 from jetdraft.runtime.sampling.verifiers import VERIFIERS
 from jetdraft.testing import toy_bundle
 from jetdraft.train.acceptance import DRAFT_LENGTH, fit_head, record_verdicts, save_head
-from tests import WAYS, cases, same_text
+from tests import WAYS, cases, filled, same_text
 from tests.runtime.method_bundles import drafter_of, pieces_of, tokens_of
 from tests.runtime.test_generation import Branching
-from tests.tiny import exported
+from tests.tiny import exported_model
 from tests.toy_graphs import resized
 
 PROMPT = np.random.default_rng(8).integers(0, 288, 20)
@@ -36,8 +36,7 @@ def float_model(pair, tmp_path_factory):
     """The pair unquantized: no activation rounding between a tree and a chain."""
     output = tmp_path_factory.mktemp("float") / "bundle"
     sizes = {"capacity": 256, "max_width": 64}
-    exported(pair.target, output, drafter=pair.drafter, **sizes)
-    return jetdraft.load(output, threads=1)
+    return exported_model(pair.target, output, drafter=pair.drafter, **sizes)
 
 
 def random_parents(random, rows):
@@ -48,70 +47,65 @@ def run_tree(graph, rows):
     return graph.run_branches(rows.tokens, rows.depths, rows.ancestors)
 
 
-def prefill(graph, tokens):
-    graph.cache.rewind(0)
-    graph.run(tokens, last_only=True)
-    graph.cache.advance(len(tokens))
-
-
 def paths(rows):
     leaves = set(range(len(rows))) - set(rows.parents)
     return [[*rows.ancestors[leaf], leaf] for leaf in leaves]
 
 
+def drawn(seed, count):
+    random = np.random.default_rng(seed)
+    return Rows(random.integers(0, 288, count).tolist(), random_parents(random, count))
+
+
+def logits_of_paths(graph, rows):
+    """Of each path, its logits in a tree and in a chain."""
+    logits = run_tree(filled(graph, PROMPT), rows).logits.copy()
+    for path in paths(rows):
+        tokens = [rows.tokens[row] for row in path]
+        yield logits[path], filled(graph, PROMPT).run(tokens).logits
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_every_path_has_the_logits_of_a_chain(float_model, seed):
-    random, graph = np.random.default_rng(seed), float_model.parts.target
-    tokens = random.integers(0, 288, 12).tolist()
-    rows = Rows(tokens, random_parents(random, 12)).depth_first()
-    prefill(graph, PROMPT)
-    logits = run_tree(graph, rows).logits.copy()
-    for path in paths(rows):
-        prefill(graph, PROMPT)
-        chain = graph.run([rows.tokens[row] for row in path]).logits
-        np.testing.assert_allclose(logits[path], chain, atol=1e-4)
+    rows = drawn(seed, 12).depth_first()
+    for path, chain in logits_of_paths(float_model.parts.target, rows):
+        np.testing.assert_allclose(path, chain, atol=1e-4)
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_all_paths_are_those_of_a_chain_bit_by_bit(model, seed):
-    random, graph, width = np.random.default_rng(seed), model.parts.target, 8
     assert model.parts.widths.skips_agree
-    rows = Rows(random.integers(0, 288, width).tolist(), random_parents(random, width))
-    prefill(graph, PROMPT)
-    logits = run_tree(graph, rows).logits.copy()
-    for path in paths(rows):
-        prefill(graph, PROMPT)
-        chain = graph.run([rows.tokens[row] for row in path]).logits
-        assert np.array_equal(logits[path], chain)
+    for path, chain in logits_of_paths(model.parts.target, drawn(seed, 8)):
+        assert np.array_equal(path, chain)
 
 
 def test_a_chain_after_a_tree_sees_everything_again(model):
     graph = model.parts.target
-    prefill(graph, PROMPT)
+    filled(graph, PROMPT)
     before = graph.run([1, 2, 3, 4]).logits.copy()
     run_tree(graph, Rows([1, 2, 3, 4], [-1, 0, 0, 0]))
     assert np.array_equal(graph.run([1, 2, 3, 4]).logits, before)
 
 
 @pytest.mark.parametrize("path", [[0], [0, 1], [0, 2], [0, 3, 5], [0, 1, 4, 6]])
-def test_the_cache_after_a_commit_is_that_of_a_fresh_prefill(float_model, path):
+def test_the_cache_after_a_commit_is_that_of_a_fresh_filled(float_model, path):
     graph = float_model.parts.target
     rows = Rows([9, 8, 7, 6, 5, 4, 3], [-1, 0, 0, 0, 1, 3, 4])
-    prefill(graph, PROMPT)
+    filled(graph, PROMPT)
     run_tree(graph, rows)
     graph.cache.compact(path)
     length = len(PROMPT) + len(path)
     assert graph.cache.length == length
     buffers = graph.cache.buffers.values()
     compacted = [buffer.numpy()[:, :, :length].copy() for buffer in buffers]
-    prefill(graph, np.append(PROMPT, [rows.tokens[row] for row in path]))
+    filled(graph, np.append(PROMPT, [rows.tokens[row] for row in path]))
     for found, buffer in zip(compacted, buffers, strict=True):
         np.testing.assert_allclose(found, buffer.numpy()[:, :, :length], atol=1e-4)
 
 
 def test_compaction_moves_nothing_else(model):
     cache = model.parts.target.cache
-    prefill(model.parts.target, PROMPT)
+    filled(model.parts.target, PROMPT)
     run_tree(model.parts.target, Rows([9, 8, 7, 6], [-1, 0, 0, 2]))
     before = [buffer.numpy().copy() for buffer in cache.buffers.values()]
     cache.compact([0, 2, 3])
@@ -235,13 +229,12 @@ def test_a_drafter_that_is_the_target_is_always_right(model):
     entry = model.bundle.target
     session = open_session(model.bundle.path / entry.file, "cpu")
     twin = drafter_of(Graph(StepSessions(session, entry.contract)), "twin")
+    how = {"method": "twin", "num_draft_tokens": 3, "exact": False}
+    how |= {"max_new_tokens": 120, "ignore_eos": True}
     for options in ({}, {"temperature": 0.8, "seed": 4}):
         # In its own exact class the twin runs one row at a time, so compare there.
         with registered(Method("twin", "the target itself", lambda parts, own: twin)):
-            stats = model.generate(
-                token_ids=CONTEXT, method="twin", num_draft_tokens=3, exact=False,
-                max_new_tokens=120, ignore_eos=True, **options,
-            ).stats  # fmt: skip
+            stats = model.generate(token_ids=CONTEXT, **how, **options).stats
         assert stats.acceptance_rate > 0.97
         assert stats.tokens_per_pass > 3.7
 

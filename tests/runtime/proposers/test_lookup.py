@@ -193,12 +193,14 @@ def test_similar_requests(store, similarity, request_, response, output, rounds)
 
 @cases(
     "script, output, following",
-    ([1, 2, 3, 4], [], [1, 2, 3]), ([1, 2, 3, 4], [9], []),
-    ([1, 2, 3, 4], [9, 2], [3, 4]), ([1, 2, 3, 4, 5, 6, 7], [1, 2, 99], []),
+    ([1, 2, 3, 4], [], [1, 2, 3]),
+    ([1, 2, 3, 4], [9], []),
+    ([1, 2, 3, 4], [9, 2], [3, 4]),
+    ([1, 2, 3, 4, 5, 6, 7], [1, 2, 99], []),
     ([1, 2, 3, 4, 5, 6, 7], [1, 2, 99, 4], [5, 6, 7]),
     ([1, 2, 3, 1, 4, 5], [1, 2, 3, 99, 1], [4, 5]),
     ids=str,
-)  # fmt: skip
+)
 def test_a_lost_place_is_found(script, output, following):
     script = Script(script)
     for end in range(1, len(output) + 1):

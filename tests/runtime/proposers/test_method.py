@@ -52,8 +52,10 @@ CONTRADICTIONS = [
     ({"tree": "oak"}, "unknown tree"),
     ({"siblings": "twins"}, "unknown siblings"),
     ({"verifier": "judge"}, "unknown verifier"),
-    ({"tree": "k-ary"}, "go together"), ({"branching": [2]}, "go together"),
-    ({"tree": "static"}, "go together"), ({"tree_parents": [0]}, "go together"),
+    ({"tree": "k-ary"}, "go together"),
+    ({"branching": [2]}, "go together"),
+    ({"tree": "static"}, "go together"),
+    ({"tree_parents": [0]}, "go together"),
     ({"tree": "static", "tree_parents": [0, 2]}, "before"),
     ({**KARY, "branching": [4, 4]}, "wider than a pass"),
     ({**KARY, "branching": [0]}, "1 or more"),
@@ -64,7 +66,7 @@ CONTRADICTIONS = [
     ({"top": 2}, "'walk' has no top; leave it out, or give verifier=tolerant"),
     ({**KARY, "verifier": "recursive"}, "but not the text .*no-exact"),
     ({"tree": "static", "tree_parents": []}, "no rows"),
-]  # fmt: skip
+]
 FOR_SOME = [
     ("draft", {**KARY, "verifier": "recursive"}, "for coupled"),
     ("draft", {"verifier": "rejection"}, "for coupled"),
@@ -237,6 +239,19 @@ def test_auto_leaves_out_who_wants_to_be_left_out(model):
             assert ("same" in names) == eager
 
 
+BEST = {"drafting": {"tree": "best"}}
+STOPPED = {"drafting": {"stopping": "product"}}
+CUT = {"drafting": {"prune_threshold": 0.1}}
+OTHERS = [
+    ("auto", BEST, "method draft"),
+    ("auto", CUT, "needs one method; give --method stream"),
+    ("draft,lookup", BEST, "method draft"),
+    ("none", BEST, "no meaning"),
+    ("lookup", BEST, "choose ver"),
+    ("lookup", STOPPED, "unknown drafting option 'stopping'"),
+]
+
+
 @cases(
     "options, field, words",
     *(({"drafting": it}, "drafting", words) for it, words in CONTRADICTIONS),
@@ -254,18 +269,10 @@ def test_auto_leaves_out_who_wants_to_be_left_out(model):
     ({"method": "draft,none"}, "method", "list methods only"),
     ({"method": "draft,auto"}, "method", "list methods only"),
     ({"method": "draft,draft"}, "method", "names a method twice"),
-    ({"method": "auto", "drafting": {"tree": "best"}}, "drafting", "method draft"),
-    ({"method": "auto", "drafting": {"prune_threshold": 0.1}},
-     "drafting", "needs one method; give --method stream"),
-    ({"method": "draft,lookup", "drafting": {"tree": "best"}},
-     "drafting", "method draft"),
-    ({"method": "none", "drafting": {"tree": "best"}}, "drafting", "no meaning"),
+    *(({"method": method, **how}, "drafting", words) for method, how, words in OTHERS),
     ({"method": "none", "num_draft_tokens": 3}, "num_draft_tokens", "no meaning"),
-    ({"method": "lookup", "drafting": {"tree": "best"}}, "drafting", "choose ver"),
-    ({"method": "lookup", "drafting": {"stopping": "product"}},
-     "drafting", "unknown drafting option 'stopping'"),
     ({"drafting": PRUNED}, "drafting", "StreamOptions are not options"),
-)  # fmt: skip
+)
 def test_options_that_cannot_be(model, options, field, words):
     with refused_option(words, field):
         model.stream(**{**DRAFT, **options})

@@ -21,9 +21,9 @@ from jetdraft.runtime.proposers.proposer import Seen
 from jetdraft.runtime.sampling.chooser import Chooser, Sampling
 from jetdraft.train.attention import IMPLEMENTATION
 from jetdraft.train.prompts import prompt_logits
-from tests import same_text, tiny
+from tests import filled, same_text
 from tests.programs import refused_option
-from tests.tiny import exported, llama_config, save_checkpoint, save_streams
+from tests.tiny import exported_model, llama_config, save_checkpoint, save_probes
 
 TREE = {"tree": "k-ary", "branching": [2, 2, 2]}
 RANKS = ((0.5, 0.2, 0.1), (0.4, 0.2, 0.1), (0.3, 0.1, 0.1))
@@ -59,12 +59,11 @@ def models(tmp_path_factory):
             folder = tmp_path_factory.mktemp(kind or "base")
             save_checkpoint(folder / "c", llama_config())
             if kind:
-                save = save_streams if kind == "stream" else tiny.save_prompts
-                save(folder / "c", replace(SETTINGS[kind], **changes), seed)
+                save_probes(folder / "c", replace(SETTINGS[kind], **changes), seed)
             recipe = f"int4-b{size}" if size else "none"
             sizes = {"capacity": 256, "max_width": 64}
-            bundle = exported(folder / "c", folder / "bundle", recipe, **sizes)
-            made[key] = jetdraft.load(bundle.path, threads=1)
+            output = folder / "bundle"
+            made[key] = exported_model(folder / "c", output, recipe, **sizes)
         return made[key]
 
     yield of
@@ -89,13 +88,6 @@ def text(model, method, **options):
     return model.generate(
         token_ids=PROMPT, method=method, ignore_eos=True, max_new_tokens=120, **options
     )
-
-
-def filled(graph, tokens):
-    graph.cache.rewind(0)
-    graph.run(tokens)
-    graph.cache.advance(len(tokens))
-    return graph
 
 
 def test_how_much_is_drafted(models):
@@ -338,9 +330,9 @@ def test_a_row_goes_with_all_below_it(models):
 
 def test_without_lower_layers_there_is_nothing_to_exit_from(tmp_path):
     folder = save_checkpoint(tmp_path / "c", llama_config(num_hidden_layers=1))
-    save_streams(folder, SETTINGS["stream"])
-    exported(folder, tmp_path / "bundle", capacity=256, max_width=32)
-    with jetdraft.load(tmp_path / "bundle", threads=1) as model:
+    save_probes(folder, SETTINGS["stream"])
+    sizes = {"capacity": 256, "max_width": 32}
+    with exported_model(folder, tmp_path / "bundle", **sizes) as model:
         same_text(model, ["stream"], token_ids=PROMPT)
         with refused_option("all of its layers have streams"):
             text(model, "stream", drafting={"prune_threshold": 0.1})

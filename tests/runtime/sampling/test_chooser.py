@@ -275,18 +275,14 @@ def test_siblings_see_only_their_own_path():
 )
 def test_a_penalty_changes_the_text_and_no_draft_does(model, way):
     """`test_conformance.py` has all methods, with all penalties together."""
-    options = {
-        "token_ids": IDS, "max_new_tokens": 50, "ignore_eos": True, "seed": 5,
-        "temperature": 0.9, "top_p": 0.9, "min_p": 0.02,
-    }  # fmt: skip
+    options = {"token_ids": IDS, "max_new_tokens": 50, "ignore_eos": True, "seed": 5}
+    options |= {"temperature": 0.9, "top_p": 0.9, "min_p": 0.02}
     plain = model.generate(method="none", **options, **way)
     assert plain.token_ids != model.generate(method="none", **options).token_ids
     found = model.generate(method="draft", num_draft_tokens=4, **options, **way)
     assert found.token_ids == plain.token_ids
-    drawn = {
-        "tree": "k-ary", "branching": [1, 1, 1], "siblings": "with-replacement",
-        "verifier": "rejection",
-    }  # fmt: skip
+    drawn = {"tree": "k-ary", "branching": [1, 1, 1], "siblings": "with-replacement"}
+    drawn |= {"verifier": "rejection"}
     found = model.generate(
         method="draft", drafting=drawn, exact=False, **options, **way
     )

@@ -255,8 +255,9 @@ def test_every_window_moves_on():
 
 def test_subtitles():
     segments = [
-        Segment(0.0, 2.4, " Hi -->\n\n you.", []), Segment(3661.5, 3662.0, "x", [])
-    ]  # fmt: skip
+        Segment(0.0, 2.4, " Hi -->\n\n you.", []),
+        Segment(3661.5, 3662.0, "x", []),
+    ]
     assert (srt(segments), vtt(segments[:1])) == (
         "1\n00:00:00,000 --> 00:00:02,400\nHi -> you.\n\n"
         "2\n01:01:01,500 --> 01:01:02,000\nx\n\n",

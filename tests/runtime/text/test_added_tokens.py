@@ -34,7 +34,7 @@ SHAPES = {
         {"special": False},
     ),
     "MiniMax": (("<minimax:tool_call>", "</minimax:tool_call>"), {"special": False}),
-}  # fmt: skip
+}
 ESCAPED = str.maketrans({char: "\\" + char for char in "|[]/"})
 CALL = '{"name": "f", "arguments": {}}'
 
@@ -67,13 +67,15 @@ def literals(text):
         "pattern": (Constraint("JSON schema", json.dumps(pattern)), '"a', ' b"'),
         "tool": (
             Constraint("grammar", Tools([tool(schema)], "required").grammar()),
-            '{"name": "f", "arguments": {"x": "a', ' b"}}',
+            '{"name": "f", "arguments": {"x": "a',
+            ' b"}}',
         ),
         "grammar": (
-            Constraint("grammar", f"start: \"a\" {json.dumps(text)} \" b\" | \"c\""),
-            "a", " b",
+            Constraint("grammar", f'start: "a" {json.dumps(text)} " b" | "c"'),
+            "a",
+            " b",
         ),
-    }  # fmt: skip
+    }
 
 
 class Text:
@@ -132,15 +134,11 @@ def test_a_literal_may_be_written_by_its_token(text):
         assert max(map(max, found)) < text.tokenizer.get_vocab_size()
 
 
-def test_a_text_that_nothing_else_can_be_is_written_by_its_token(text):
+def test_a_token_writes_its_text_alone_where_it_must_and_else_it_may_be_spelled(text):
     text, tags = text
-    token = text.tokenizer.token_to_id(tags[0])
     constraint, before, _ = literals(tags[0])["pattern"]
+    token = text.tokenizer.token_to_id(tags[0])
     assert text.allowed(constraint, text.ids(before))[-1] == {token}
-
-
-def test_a_text_may_still_be_spelled(text):
-    text, tags = text
     constraint, before, after = literals(tags[1])["long regex"]
     assert 0 in text.allowed(constraint, text.ids(f"{before}{tags[1]}{after}"))[-1]
 
@@ -191,8 +189,10 @@ def test_a_tag_that_is_a_token_is_written_by_it(text_of, kind, shape, choice, sc
     how = {"schema": schema, "lark": text.codec.to_lark}
     tools = Tools([tool(parameters)], choice, CallFormat(*HERMES), **how)
     constraint = Constraint("grammar", tools.grammar())
-    tokens = [[token] if token else text.ids(tag) for tag, token in zip(
-        tags, map(text.tokenizer.token_to_id, tags), strict=True)]  # fmt: skip
+    tokens = [
+        [token] if token else text.ids(tag)
+        for tag, token in zip(tags, map(text.tokenizer.token_to_id, tags), strict=True)
+    ]
     written = [*tokens[0], *text.ids(f"\n{CALL}\n"), *tokens[1]]
     again = [] if choice == "f" else [*text.ids("\n"), *written]
     found = text.allowed(constraint, [*written, *again])

@@ -111,10 +111,8 @@ def test_what_must_come_is_drafted_for_free(own, steady_passes):
 
 
 def test_beside_penalties_biases_stops_and_logprobs(model):
-    options = {
-        "json_schema": ROBOT, "repetition_penalty": 1.3, "temperature": 0.8, "seed": 4,
-        "max_new_tokens": 150, "logprobs": 2, "top_p": 0.9,
-    }  # fmt: skip
+    options = {"json_schema": ROBOT, "repetition_penalty": 1.3, "temperature": 0.8}
+    options |= {"seed": 4, "max_new_tokens": 150, "logprobs": 2, "top_p": 0.9}
     plain = model.generate("a", method="none", **options)
     assert holds(WAYS[0], plain.text)
     found = model.generate("a", method="draft", **options)
@@ -183,10 +181,14 @@ def test_what_is_withdrawn_is_forgotten(vocabulary):
     ({"json_schema": "{"}, "not JSON .*line 1"),
     ({"json_schema": "[1]"}, "is not an object"),
     ({"json_schema": {"type": "strin"}}, "its root: Invalid type"),
-    ({"json_schema": {"properties": {"a": {"items": {"type": "strin"}}}}},
-     "at /properties/a/items: Invalid type: strin"),
-    ({"json_schema": {"anyOf": [{"type": "null"}, BROKEN]}},
-     "at /anyOf/1: unclosed group"),
+    (
+        {"json_schema": {"properties": {"a": {"items": {"type": "strin"}}}}},
+        "at /properties/a/items: Invalid type: strin",
+    ),
+    (
+        {"json_schema": {"anyOf": [{"type": "null"}, BROKEN]}},
+        "at /anyOf/1: unclosed group",
+    ),
     ({"json_schema": {"uniqueItems": True}}, "uniqueItems.*; leave these keys out"),
     ({"regex": "ab(c"}, "at character 3: unclosed group"),
     ({"regex": "x{2,1}"}, "character 2: invalid repetition"),
@@ -211,7 +213,7 @@ def test_what_is_withdrawn_is_forgotten(vocabulary):
     ({"json_schema": '{"a": "\ud800"}'}, "not a text"),
     ({"json_schema": "[" * 100_000}, "nested deeper"),
     ({"json_schema": {"properties": {"\n" * 3: {"type": "strin"}}}}, "Invalid type"),
-)  # fmt: skip
+)
 def test_wrong_constraints_are_refused_at_once(model, wrong, words):
     with pytest.raises(OptionError, match=words) as found:
         model.stream("a", **wrong)

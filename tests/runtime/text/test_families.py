@@ -243,8 +243,9 @@ def test_a_character_that_a_byte_level_prompt_begins_comes_whole(codec):
 
 @cases(
     "prompt, size, more, text",
-    ("a日🚀", -1, "bcd", "bcd"), ("a\ufffd", None, "🚀b", "🚀b"),
-)  # fmt: skip
+    ("a日🚀", -1, "bcd", "bcd"),
+    ("a\ufffd", None, "🚀b", "🚀b"),
+)
 def test_what_a_prompt_began_in_vain_is_hidden(byte_fallback, prompt, size, more, text):
     stream = byte_fallback.stream(byte_fallback.encode(prompt)[:size])
     pieces = (stream.push(byte_fallback.encode(letter)) for letter in more)

@@ -20,12 +20,14 @@ CALLED = {"role": "assistant", "content": None, "tool_calls": [CALL]}
 ANSWERED = {"role": "tool", "tool_call_id": "a1b2c3d4e", "content": '{"x": 5}'}
 ANSWERED["name"] = "read_sensor"
 TOOL = {
-    "name": "read_sensor", "description": "Reads a <sensor> & more, in °C",
+    "name": "read_sensor",
+    "description": "Reads a <sensor> & more, in °C",
     "parameters": {
-        "type": "object", "required": ["sensor"],
+        "type": "object",
+        "required": ["sensor"],
         "properties": {"sensor": {"type": "string", "enum": ["x", "y"]}},
     },
-}  # fmt: skip
+}
 TOOLS = {"tools": [{"type": "function", "function": TOOL}]}
 CHATS = {
     "question": ([ASKED], {}),
@@ -144,11 +146,10 @@ def test_other_special_tokens_are_refused(toy, bundle, tokens):
 
 
 def test_the_special_tokens_of_a_gguf_file():
-    fields = {
-        "tokenizer.ggml.tokens": ["<unk>", "<s>", "</s>"],
-        "tokenizer.ggml.bos_token_id": 1, "tokenizer.ggml.eos_token_id": 2,
-        "tokenizer.ggml.unknown_token_id": 0, "tokenizer.ggml.padding_token_id": 9,
-    }  # fmt: skip
+    fields = {"tokenizer.ggml.tokens": ["<unk>", "<s>", "</s>"]}
+    fields |= {"tokenizer.ggml.bos_token_id": 1, "tokenizer.ggml.eos_token_id": 2}
+    fields |= {"tokenizer.ggml.unknown_token_id": 0}
+    fields |= {"tokenizer.ggml.padding_token_id": 9}
     assert special_tokens(fields.get) == TOKENS
 
 
@@ -227,12 +228,14 @@ def test_what_cannot_be_computed_is_one_line(source, monkeypatch):
 
 
 @cases(
-    "source",
-    "{{ " + "(" * 500 + ")" * 500 + " }}", "{% if 1 %}" * 200 + "{% endif %}" * 200,
-    "{{ " + "1" * 5000 + " }}",
-)  # fmt: skip
-def test_what_cannot_be_compiled_is_one_line(source):
-    with pytest.raises(OptionError, match="is broken"):
+    "source, said",
+    ("{{ " + "(" * 500 + ")" * 500 + " }}", "is broken"),
+    ("{% if 1 %}" * 200 + "{% endif %}" * 200, "is broken"),
+    ("{{ " + "1" * 5000 + " }}", "is broken"),
+    *((f"a\n{cut}", "line 2") for cut in ("{% if %}", "{{ a | no }}", "{% for x %}")),
+)
+def test_what_cannot_be_compiled_is_one_line(source, said):
+    with pytest.raises(OptionError, match=said):
         ChatTemplate(source, {})
 
 
@@ -249,10 +252,16 @@ def test_a_long_chat_is_within_the_bounds():
         assert ChatTemplate(source, TOKENS).render(messages, **TOOLS)
 
 
-def test_the_messages_stay_as_they_are():
+@cases(
+    "source",
+    "{{ dict.update(messages[0], role='x') }}",
+    "{{ messages.append(1) }}",
+    "{{ ''.__class__.__mro__ }}",
+)
+def test_a_template_can_change_nothing(source):
     messages = [user_message("a")]
     with pytest.raises(OptionError):
-        ChatTemplate("{{ dict.update(messages[0], role='x') }}", {}).render(messages)
+        ChatTemplate(source, {}).render(messages)
     assert messages == [user_message("a")]
 
 

@@ -306,7 +306,8 @@ PUBLISHED = {
     "Nemotron": ("<TOOLCALL>[{...}]</TOOLCALL>", f"<TOOLCALL>[{OBJECT}]</TOOLCALL>"),
     "Mistral Nemo": ("{{- '[TOOL_CALLS][' }}", f"[TOOL_CALLS][{OBJECT}]"),
     "Devstral": (
-        "'[TOOL_CALLS]' + name + '[ARGS]'", f"[TOOL_CALLS]get.weather[ARGS]{JSON}"
+        "'[TOOL_CALLS]' + name + '[ARGS]'",
+        f"[TOOL_CALLS]get.weather[ARGS]{JSON}",
     ),
     "gpt-oss": (
         "to=functions.' + name + '<|channel|>commentary json<|message|>",
@@ -332,7 +333,7 @@ PUBLISHED = {
         OBJECT.replace('"arguments"', '"parameters"'),
     ),
     "another": ("{{ messages }}", OBJECT),
-}  # fmt: skip
+}
 published = pytest.mark.parametrize("name", PUBLISHED)
 
 
@@ -386,12 +387,13 @@ def test_several_calls_are_read(model, name):
     assert not allowed(model, Tools([WEATHER], "required", form, parallel=False), many)
 
 
-@pytest.mark.parametrize(
+@cases(
     "text",
-    ["[f(1)]", "[f(**{})]", "[f(x=y)]", "[f(x={1, 2})]", "[f(x=1j)]", "[f", "f(x=1)",
-     "[f(x=b'a')]", f"[f(x={'-' * 9999}1)]", f"[f(x={'(' * 9999}1{')' * 9999})]",
-     "[f()[f()]", "[,f()]"],
-)  # fmt: skip
+    *(f"[f({given})]" for given in ("1", "**{}", "x=y", "x={1, 2}", "x=1j", "x=b'a'")),
+    *("[f", "f(x=1)", "[f()[f()]", "[,f()]"),
+    f"[f(x={'-' * 9999}1)]",
+    f"[f(x={'(' * 9999}1{')' * 9999})]",
+)
 def test_python_that_is_no_call_is_text(text):
     assert Tools([F], format=CallFormat.of("[func_name1(")).read(text) == ([], text)
     tools = Tools([F], format=CallFormat.of("[func_name1("))

@@ -23,23 +23,20 @@ from tests.server.serving import until
 FOREVER = "start: T\nT: " + " & ".join(
     f"/(.|\\n)*a(.|\\n){{{i}}}/" for i in range(1, 26)
 )
+LONG = {"type": "string", "pattern": "^" + "(ab|cd)?" * 50_000 + "$"}
+PATTERNS = [{"type": "string", "pattern": f"a.{{{i}}}$"} for i in range(25)]
+NAMES = {f"name{i}": {"type": "string"} for i in range(10_000)}
+RULES = "".join(f'r{i}: r{i + 1} r{i + 1} | "a"\n' for i in range(300))
 REFUSED = {
     "grammar": {"grammar": FOREVER},
-    "patterns": {"json_schema": {
-        "allOf": [{"type": "string", "pattern": f"a.{{{i}}}$"} for i in range(25)]}},
-    "long pattern": {"json_schema": {
-        "type": "string", "pattern": "^" + "(ab|cd)?" * 50_000 + "$"}},
-    "properties": {"json_schema": {
-        "type": "object",
-        "properties": {f"name{i}": {"type": "string"} for i in range(10_000)}}},
+    "patterns": {"json_schema": {"allOf": PATTERNS}},
+    "long pattern": {"json_schema": LONG},
+    "properties": {"json_schema": {"type": "object", "properties": NAMES}},
     "deep expression": {"regex": "(" * 9000 + "a" + ")" * 9000},
     "deep grammar": {"grammar": "start: " + "(" * 5000 + '"a"' + ")" * 5000},
     "deep schema": {"json_schema": '{"items":' * 9000 + "{}" + "}" * 9000},
-    "ambiguous rules": {
-        "grammar": "start: r0\n"
-        + "".join(f'r{i}: r{i + 1} r{i + 1} | "a"\n' for i in range(300))
-        + 'r300: "b"\n'},
-}  # fmt: skip
+    "ambiguous rules": {"grammar": f'start: r0\n{RULES}r300: "b"\n'},
+}
 
 TOO_MUCH = r"cannot be followed .*too much time"
 # Half a second of computing, to be read while others have the processor.

@@ -116,12 +116,9 @@ def tried(tree):
     return tried
 
 
-def test_the_heap_puts_rows_in_by_falling_reach():
+def test_the_heap_and_the_threshold_take_rows_by_their_reach():
     tree, _, _ = grow(Heap(), Kind.DISTINCT, budget=15)
     assert all(a >= b - 1e-9 for a, b in itertools.pairwise(tried(tree)))
-
-
-def test_the_threshold_takes_what_reaches_one_in_budget():
     tree, _, _ = grow(ReachThreshold(), Kind.DISTINCT, budget=15)
     assert min(tried(tree)) >= 1 / 15 - 1e-9
 

@@ -28,16 +28,31 @@ def random_head(folder: Path, method: str, **changes: Any) -> Path:
     return Path(layouts.write(folder, *layouts.one_layer(method, **changes)))
 
 
+def in_torch(target: str, drafter: Path) -> tuple[Any, Any]:
+    """The modules of a target and of its drafter."""
+    checkpoint = Checkpoint.load(target, torch.float32)
+    checkpoint.model.set_attn_implementation("sdpa")
+    return checkpoint.model, load_head(str(drafter), checkpoint, torch.float32)
+
+
+def followed(follower, text, states, rows):
+    """The answer to a text after some of its rows, before which it saw nothing."""
+    follower.forget()
+    follower.begin(text)
+    follower.observe(0, text[:rows], states[:rows])
+    answer = follower.follow(text[: rows + 1])
+    assert answer is not None
+    return answer
+
+
 @contextmanager
 def in_floats(
     target: str, drafter: Path, folder: Path, text: list[int]
 ) -> Iterator[tuple[jetdraft.Model, Any, Tensor]]:
     bundle = sized(target, folder / "bundle", head=drafter, draft_vocab=40)
-    checkpoint = Checkpoint.load(target, torch.float32)
-    checkpoint.model.set_attn_implementation("sdpa")
-    module = load_head(str(drafter), checkpoint, torch.float32)
+    model, module = in_torch(target, drafter)
     with torch.no_grad():
-        decoder = checkpoint.model.get_decoder()
+        decoder = model.get_decoder()
         features = decoder(torch.tensor([text])).last_hidden_state
     with jetdraft.load(bundle.path, threads=1) as model:
         yield model, module, features

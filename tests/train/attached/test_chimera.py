@@ -10,7 +10,7 @@ from jetdraft.methods.chimera.task import ChimeraTask, SeenRows
 from jetdraft.methods.glide.task import GlideTask
 from jetdraft.runtime.passes.halves import PlacedRows
 from jetdraft.train.heads import DRAFT_ROWS
-from tests.train.attached.conftest import check_drafts, in_floats
+from tests.train.attached.conftest import check_drafts, followed, in_floats
 from tests.train.periodic import QUICK, made
 
 METHOD, LAYERS = "chimera", 2
@@ -57,15 +57,9 @@ def test_a_path_of_a_tree_is_a_chain(floats):
     parts, follower = model.parts, model.parts.draft_cache
     states = parts.target.run(TEXT).features.copy()
 
-    def begun():
-        follower.forget()
-        follower.begin(TEXT)
-        follower.observe(0, TEXT[:READ], states[:READ])
-        assert follower.follow(TEXT[: READ + 1]) is not None
-
-    begun()
+    followed(follower, TEXT, states, READ)
     chain = [follower.step(t).candidate_logits[-1].copy() for t in (5, 7, 9)]
-    begun()
+    followed(follower, TEXT, states, READ)
     drafts = []
     for placed in (
         ([4, 5], [0, 0], [[], []], 0),

@@ -8,7 +8,7 @@ from jetdraft.methods.falcon.task import FalconTask, predict_features, shown_row
 from jetdraft.runtime.planning.registry import methods
 from jetdraft.runtime.sampling.chooser import Chooser, Sampling
 from tests import same_text
-from tests.train.attached.conftest import check_drafts, in_floats, random_head
+from tests.train.attached.conftest import check_drafts, followed, in_floats, random_head
 from tests.train.periodic import PERIOD, QUICK, made
 
 METHOD, LAYERS = "falcon", 2
@@ -77,16 +77,10 @@ def test_a_path_of_a_tree_is_a_chain(floats):
     size = follower.size
     path = TEXT[READ + 1 : READ + 1 + 2 * size]
 
-    def begun():
-        follower.forget()
-        follower.begin(TEXT)
-        follower.observe(0, TEXT[:READ], states[:READ])
-        assert follower.follow(TEXT[: READ + 1]) is not None
-        return follower.block
-
-    begun()
+    followed(follower, TEXT, states, READ)
     chain = [follower.step(token).candidate_logits[-1].copy() for token in path]
-    root = begun()
+    followed(follower, TEXT, states, READ)
+    root = follower.block
     other = [token + 1 for token in path[:size]]
     blocks = follower.branch_blocks([(root, other), (root, path[:size])], 0)
     made = [level.candidate_logits[-1].copy() for level in blocks[1].levels]
@@ -96,35 +90,40 @@ def test_a_path_of_a_tree_is_a_chain(floats):
     np.testing.assert_allclose(end.levels[0].candidate_logits[-1], chain[-1], atol=1e-5)
 
 
-def test_a_tree_of_single_children_is_the_chain(model):
+@pytest.fixture
+def begun(model):
+    """A proposer with these options that has read `PERIOD` twice, and its prompt."""
     own, prompt = methods()["falcon"], model.parts.text.encode(PERIOD * 2)
     states = model.parts.target.run(prompt[:-1]).features.copy()
-    follower, drafts = model.parts.draft_cache, []
-    for options in ({}, {"tree": "k-ary", "branching": (1,) * 6}):
+
+    def begin(sampling, **options):
         proposer = own.make(model.parts, own.options(**options))
-        follower.forget()
-        proposer.begin(prompt, Chooser(Sampling(temperature=0.8, seed=2)))
-        follower.observe(0, prompt[:-1], states)
-        drafts.append(proposer.propose(prompt, 6).tokens)
+        model.parts.draft_cache.forget()
+        proposer.begin(prompt, Chooser(sampling))
+        model.parts.draft_cache.observe(0, prompt[:-1], states)
+        return proposer, prompt
+
+    yield begin
     model.forget()
+
+
+def test_a_tree_of_single_children_is_the_chain(begun):
+    drafts = []
+    for options in ({}, {"tree": "k-ary", "branching": (1,) * 6}):
+        proposer, prompt = begun(Sampling(temperature=0.8, seed=2), **options)
+        drafts.append(proposer.propose(prompt, 6).tokens)
     assert len(drafts[0]) == 7
     assert drafts[0] == drafts[1]
 
 
-def test_a_pass_drafts_a_block(model):
-    follower, prompt = model.parts.draft_cache, model.parts.text.encode(PERIOD * 2)
-    states = model.parts.target.run(prompt[:-1]).features.copy()
-    own = methods()["falcon"]
+def test_a_pass_drafts_a_block(model, begun):
+    follower = model.parts.draft_cache
     for options in ({}, {"tree": "k-ary", "branching": (2, 1, 1, 1, 1, 1)}):
-        proposer = own.make(model.parts, own.options(**options))
-        follower.forget()
-        proposer.begin(prompt, Chooser(Sampling()))
-        follower.observe(0, prompt[:-1], states)
+        proposer, prompt = begun(Sampling(), **options)
         follower.follow(prompt)
         before = follower.graph.passes
         proposer.propose(prompt, 12 if options else 6)
         assert follower.graph.passes - before == 2
-    model.forget()
 
 
 def test_rows_see_their_block_and_no_further(target, text, tmp_path):

@@ -8,12 +8,10 @@ from transformers import DynamicCache
 
 import jetdraft
 from jetdraft.bundle import check_pair
-from jetdraft.checkpoints.checkpoint import Checkpoint
-from jetdraft.checkpoints.heads.head_reader import load_head
 from jetdraft.errors import OptionError, PairError, UnsupportedModelError
 from jetdraft.methods.glide.task import GlideTask
 from tests.tiny import HYBRIDS, refused, save_checkpoint
-from tests.train.attached.conftest import sized
+from tests.train.attached.conftest import in_torch, sized
 from tests.train.periodic import QUICK, made
 
 METHOD, LAYERS = "glide", 2
@@ -24,13 +22,11 @@ def test_the_graph_is_the_module(target, head, tmp_path, sliced, monkeypatch):
     if not sliced:  # as on a GPU, where a slice would ask the host for its size
         monkeypatch.setattr("jetdraft.export.drafters.slice_target_buffers", Mock())
     bundle = sized(target, tmp_path / "b", head=head)
-    checkpoint = Checkpoint.load(target, torch.float32)
-    checkpoint.model.set_attn_implementation("sdpa")
-    module = load_head(str(head), checkpoint, torch.float32)
+    whole, module = in_torch(target, head)
     tokens = np.random.default_rng(6).integers(1, 288, 12).tolist()
     ids, committed = torch.tensor(tokens)[None], 7
     with torch.no_grad():
-        last = checkpoint.model(ids, use_cache=True).past_key_values.layers[-1]
+        last = whole(ids, use_cache=True).past_key_values.layers[-1]
         bias = torch.where(torch.arange(12) >= committed, -1e4, 0.0)[None, None, None]
         rows = torch.arange(12)[None]
         hidden = module(ids, rows, last.keys, last.values, bias, DynamicCache())
@@ -62,7 +58,7 @@ def test_a_hybrid_lends_its_last_keys_or_is_refused_in_a_line(text, tmp_path):
 
 
 def test_without_its_output_the_cross_attention_does_nothing(target, head):
-    module = load_head(str(head), Checkpoint.load(target, torch.float32), torch.float32)
+    _, module = in_torch(target, head)
     module.cross["o_proj"].weight.zero_()
     ids, rows = torch.arange(1, 7)[None], torch.arange(6)[None]
     bias = torch.zeros(1, 1, 1, 6)

@@ -7,8 +7,6 @@ import torch
 
 import jetdraft
 from jetdraft import Bundle, Drafting, OptionError, UnsupportedModelError
-from jetdraft.checkpoints.checkpoint import Checkpoint
-from jetdraft.checkpoints.heads.head_reader import load_head
 from jetdraft.methods import registered
 from jetdraft.methods.kangaroo.task import KangarooSettings, KangarooTask
 from jetdraft.methods.select import method as select_method
@@ -19,7 +17,7 @@ from tests import same_text
 from tests.programs import assert_refused
 from tests.programs import jetdraft as cli
 from tests.tiny import exported, llama_config, refused, save_checkpoint
-from tests.train.attached.conftest import LONG, int4
+from tests.train.attached.conftest import LONG, in_torch, int4
 from tests.train.periodic import PERIOD, made
 
 LAYERS = 4
@@ -115,6 +113,11 @@ def test_halves_leave_the_cores_to_each_other(model):
         assert options.get_session_config_entry("session.force_spinning_stop") == "1"
 
 
+def written(model, confidence, **options):
+    options |= {"method": "kangaroo", "drafting": {"confidence": confidence}}
+    return model.generate(PERIOD, **options, **LONG).stats
+
+
 def test_each_row_runs_through_the_lower_half_once(model, plain, monkeypatch):
     ran, original = [], Halves.run_lower
 
@@ -125,10 +128,7 @@ def test_each_row_runs_through_the_lower_half_once(model, plain, monkeypatch):
     monkeypatch.setattr(Halves, "run_lower", run_lower)
     whole_passes = model.parts.target.passes
     model.forget()
-    stats = model.generate(
-        PERIOD, method="kangaroo", num_draft_tokens=3, drafting={"confidence": 0.0},
-        **LONG,
-    ).stats  # fmt: skip
+    stats = written(model, 0.0, num_draft_tokens=3)
     assert set(ran) == {1}
     # The root and each drafted token; a round without a draft runs the whole target.
     rounds = stats.target_passes
@@ -154,10 +154,8 @@ def test_an_exact_generation_after_a_lossy_one_reads_all_rows(model):
 
 def test_the_confidence_ends_a_draft(model):
     def drafted(confidence):
-        stats = model.generate(
-            PERIOD, method="kangaroo", num_draft_tokens=4, temperature=1.0, seed=2,
-            drafting={"confidence": confidence}, **LONG,
-        ).stats  # fmt: skip
+        way = {"num_draft_tokens": 4, "temperature": 1.0, "seed": 2}
+        stats = written(model, confidence, **way)
         return stats.drafted_tokens / stats.target_passes
 
     assert drafted(1.0) <= 1.0
@@ -166,16 +164,14 @@ def test_the_confidence_ends_a_draft(model):
 
 def test_the_adapter_in_the_graph_is_the_module(target, head, tmp_path):
     bundle = exported(target, tmp_path / "b", head=head, draft_vocab=40)
-    checkpoint = Checkpoint.load(target, torch.float32)
-    checkpoint.model.set_attn_implementation("sdpa")
-    module = load_head(str(head), checkpoint, torch.float32)
+    whole, module = in_torch(target, head)
     assert module.exit_layer == 1
     halves = bundle.target.halves
     assert (halves.layers, halves.hidden_size, halves.scores) == (3, 64, False)
     tokens = np.random.default_rng(6).integers(1, 288, 12)
     ids, kept = torch.tensor(tokens)[None], bundle.draft_vocabulary()
     with torch.no_grad():
-        states = checkpoint.model(ids, output_hidden_states=True).hidden_states[1]
+        states = whole(ids, output_hidden_states=True).hidden_states[1]
         hidden = module(states, torch.arange(12)[None])
         logits = module.lm_head(hidden)[0, :, kept].numpy()
     with jetdraft.load(bundle.path, threads=1) as model:

@@ -37,10 +37,8 @@ SETTINGS = EagleSettings(draft_vocabulary=40)
 # Online Speculative Decoding (2310.07177) reports that acceptance rises by 0.1 to 0.65.
 ROUNDS = 2500
 """The rounds after the shift in which acceptance must be back."""
-DRAFTED = {
-    "method": "draft", "num_draft_tokens": 4, "max_new_tokens": 48, "temperature": 0.0,
-    "ignore_eos": True,
-}  # fmt: skip
+DRAFTED = {"method": "draft", "num_draft_tokens": 4, "max_new_tokens": 48}
+DRAFTED |= {"temperature": 0.0, "ignore_eos": True}
 SENSORS = ("battery", "temperature", "pressure", "speed", "distance", "light")
 ASKED = ("What is the {}?", "Tell me the {}.", "How is the {}?", "Read the {} sensor.")
 WHO = ("The robot", "A robot", "The red robot", "The small robot", "A man", "The cat")
@@ -130,17 +128,24 @@ def lesson(place=3, best=9, count=12):
     return Lesson(tokens, np.array([place]), ids, np.array([[3.0, 1.0]], np.float32))
 
 
-def test_too_little_to_learn_from(toy, drafter, tmp_path):
-    training = UseTraining(load_student(Bundle.open(toy), str(drafter)), tmp_path)
-    training.lessons.add(lesson())
+@pytest.fixture
+def training_of(toy, drafter, tmp_path):
+    def make(name="learned", **options):
+        student = load_student(Bundle.open(toy), str(drafter))
+        training = UseTraining(student, tmp_path / name, UseOptions(**options))
+        training.lessons.add(lesson())
+        return training
+
+    return make
+
+
+def test_too_little_to_learn_from(training_of):
     with pytest.raises(errors.DataError, match="there are 1 wrong places"):
-        training.run(Pace())
+        training_of().run(Pace())
 
 
-def test_a_loss_that_is_nan_publishes_nothing(toy, drafter, tmp_path, monkeypatch):
-    student = load_student(Bundle.open(toy), str(drafter))
-    training = UseTraining(student, tmp_path, UseOptions(least=1))
-    training.lessons.add(lesson())
+def test_a_loss_that_is_nan_publishes_nothing(training_of, monkeypatch):
+    training = training_of(least=1)
     empty = Missed(torch.tensor(math.nan, requires_grad=True), 0.0, 1)
     monkeypatch.setattr("jetdraft.train.students.compare_missed", lambda *state: empty)
     with pytest.raises(errors.TrainingError, match="nothing was published"):
@@ -149,7 +154,7 @@ def test_a_loss_that_is_nan_publishes_nothing(toy, drafter, tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize("steps", [0, 3, 13])
-def test_what_a_cut_training_learned_last_is_judged_too(toy, drafter, tmp_path, steps):
+def test_what_a_cut_training_learned_last_is_judged_too(training_of, steps):
     """The held-out lessons are looked at every ten steps, and at the end."""
 
     class Cut(Pace):
@@ -161,13 +166,7 @@ def test_what_a_cut_training_learned_last_is_judged_too(toy, drafter, tmp_path, 
 
     losses = {}
     for count in (steps // 10 * 10, steps):
-        training = UseTraining(
-            load_student(Bundle.open(toy), str(drafter)),
-            tmp_path / f"{steps}-{count}",
-            UseOptions(steps=1000, least=1),
-        )
-        training.lessons.add(lesson())
-        pace = Cut()
+        training, pace = training_of(f"{count}", steps=1000, least=1), Cut()
         pace.left = count
         learned = training.run(pace)
         assert learned.steps == count
@@ -175,11 +174,8 @@ def test_what_a_cut_training_learned_last_is_judged_too(toy, drafter, tmp_path, 
     assert losses[steps] < losses[steps // 10 * 10] or steps == 0
 
 
-def test_nothing_is_published_after_a_clear(toy, drafter, tmp_path):
-    student = load_student(Bundle.open(toy), str(drafter))
-    training = UseTraining(student, tmp_path, UseOptions(steps=20, least=1))
-    training.lessons.add(lesson())
-
+def test_nothing_is_published_after_a_clear(training_of):
+    training = training_of(steps=20, least=1)
     read = training.lessons.read
 
     def read_and_clear():
