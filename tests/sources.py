@@ -45,7 +45,7 @@ def save_drafter(folder: Path, target: str | Path, slots: int, layers: int = 1) 
         if id(weight) not in shared
     }
     tensors["masks"] = torch.randn(drafter.masks.shape, generator=generator)
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     save_file(tensors, folder / "model.safetensors")
     fields = source_fields(checkpoint, drafter.config)
     (folder / "config.json").write_text(json.dumps(fields))

@@ -303,7 +303,6 @@ class Generation:
         known = array("I", [*context, *carried]) if carried else context
         offer = self.proposer_set.offer(known, room - len(carried))
         draft_seconds, draft = time.perf_counter() - started, offer.rows
-        late_seconds = sum(offer.late.values())
         if carried:
             draft = draft.under([context[-1], *carried[:-1]])
 
@@ -336,8 +335,7 @@ class Generation:
             method=offer.method,
             width=self._pass_width(len(ran)),
             drafted=offer.rows.drafted,
-            # The first entries are about carried tokens, which no proposer drafted now.
-            ranks=rows.ranks(path)[len(carried) :],
+            ranks=rows.ranks(path)[len(carried) :],  # carried tokens come first
             target_seconds=target.seconds - target_before,
             draft_seconds=draft_seconds,
             commit_seconds=target.cache.seconds - commit_before,
@@ -346,7 +344,7 @@ class Generation:
             asked={p.traits.name: spent for p, spent in offer.asked.items()},
             evidence=offer.evidence,
             late=offer.late,
-            seconds=0.0 if late else time.perf_counter() - started - late_seconds,
+            seconds=0.0 if late else time.perf_counter() - started - offer.late_seconds,
             experts=answer.touched,
         )
         self.proposer_set.controller.observe(round_)

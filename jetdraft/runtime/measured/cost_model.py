@@ -288,8 +288,8 @@ class Profit:
         self.average_ms = 0.0
         self._prepared_ms = 0.0  # what the probes of the last round cost
         self._plain_ms: deque[float] = deque(maxlen=RECENT_ROUNDS)
-        self._rounds = self._begun = 0
-        self._measured = -self.MAX_PLANNED  # the last plain round
+        # Counts of rounds: all, those before this text, those up to the last plain one.
+        self._rounds = self._begun = self._measured = 0
         self._trials: dict[str, _Trial] = defaultdict(_Trial)
 
     def begin(self) -> None:
@@ -319,6 +319,8 @@ class Profit:
             return 0
         if self._rounds - self._measured >= self.MAX_PLANNED:
             return 1
+        if not self._plain_ms:
+            return 0
         plain_ms = median_low(self._plain_ms)
         spent_ms = min(1e3 * round_.seconds, 2 * plain_ms * (1 + round_.drafted))
         gain_ms = (1 + round_.accepted) * plain_ms - spent_ms - self._prepared_ms

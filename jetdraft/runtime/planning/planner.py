@@ -144,6 +144,10 @@ class Offer:
     evidence: int = 0
     late: dict[str, float] = field(default_factory=dict)
 
+    @property
+    def late_seconds(self) -> float:
+        return sum(self.late.values())
+
 
 @dataclass(frozen=True)
 class ProposerSet:

@@ -236,12 +236,12 @@ import sys
 import jetdraft
 
 with jetdraft.load(sys.argv[1], threads=1, learn=sys.argv[2]) as model:
-for number in range(12):
-    result = model.generate(
-        f"The robot sees {number}", method="draft", num_draft_tokens=4,
-        max_new_tokens=48, drafting={"user": sys.argv[3]},
-    )
-    print(result.text)
+    for number in range(12):
+        result = model.generate(
+            f"The robot sees {number}", method="draft", num_draft_tokens=4,
+            max_new_tokens=48, drafting={"user": sys.argv[3]},
+        )
+        print(result.text)
 """
 
 
