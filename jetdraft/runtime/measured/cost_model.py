@@ -255,10 +255,10 @@ class RoundCosts:
 
 @dataclass
 class _Trial:
-    """A drafter since the last time that it had to read rows of earlier rounds.
+    """A drafter in one text, since it last had to read rows of earlier rounds.
 
     It gained `gain_ms`, and was last `asked` in that round. After a pause it has to
-    read again, so if it lost, it is asked `wait` rounds later.
+    read again, so while it has lost, it is asked `wait` rounds later.
     """
 
     asked: int = 0
@@ -288,17 +288,19 @@ class Profit:
         self.average_ms = 0.0
         self._prepared_ms = 0.0  # what the probes of the last round cost
         self._plain_ms: deque[float] = deque(maxlen=RECENT_ROUNDS)
-        # Counts of rounds: all, those before this text, those up to the last plain one.
-        self._rounds = self._begun = self._measured = 0
+        self._rounds = self._measured = 0  # all, and those up to the last plain one
         self._trials: dict[str, _Trial] = defaultdict(_Trial)
 
     def begin(self) -> None:
-        """Start a generation."""
-        self._begun = self._rounds
+        """Start a generation, whose text may be of another kind."""
+        self._trials.clear()
+        self._prepared_ms = 0.0
 
     def may_ask(self, method: str) -> bool:
         """Whether a drafter has few rows to read, or has paused for long enough."""
-        trial = self._trials[method]
+        trial = self._trials.get(method)
+        if trial is None or trial.gain_ms >= 0.0:
+            return True
         return not WIDEST <= self._rounds - trial.asked < trial.wait
 
     def add_plain(self, round_: Round) -> None:
@@ -315,6 +317,7 @@ class Profit:
             self.add_plain(round_)
         else:
             self._rounds += 1
+        self._note_reads(round_.late)
         if not round_.seconds:
             return 0
         if self._rounds - self._measured >= self.MAX_PLANNED:
@@ -330,21 +333,21 @@ class Profit:
         self._prepared_ms = 0.0
         if is_vain:
             gain_ms = -1e3 * round_.draft_seconds
-        self._judge(round_, plain_ms, gain_ms)
+        elif round_.drafted:
+            self._trials[round_.method].gain_ms += gain_ms
         self.average_ms += self.WEIGHT * (gain_ms - self.average_ms)
         rest = max(0.0, -self.average_ms) / (self.SHARE * plain_ms)
         return min(self.MAX_REST, int(rest))
 
-    def _judge(self, round_: Round, plain_ms: float, gain_ms: float) -> None:
-        """Add a round's gain to its drafter's, and begin a trial where one read."""
-        for method, seconds in round_.late.items():
-            trial, ms = self._trials[method], 1e3 * seconds
-            if ms > plain_ms:
-                longest = ms / (self.SHARE * plain_ms)
-                wait = min(2 * max(trial.wait, self.FIRST_WAIT), int(longest))
-                trial.wait = wait if trial.gain_ms < 0.0 else 0
-                # What it reads of a prompt is no cost of drafting.
-                trial.gain_ms = 0.0 if self._rounds - self._begun < WIDEST else -ms
+    def _note_reads(self, late: Mapping[str, float]) -> None:
+        """Begin a trial of each drafter that had to read after a pause."""
+        for method, seconds in late.items():
+            is_new, ms = method not in self._trials, 1e3 * seconds
+            trial = self._trials[method]
+            # The prompt, which a new one has read, is no cost of drafting.
+            if not is_new and self._rounds - trial.asked >= WIDEST:
+                longest = ms / (self.SHARE * median_low(self._plain_ms or [ms]))
+                before = trial.wait if trial.gain_ms < 0.0 else 0
+                trial.wait = min(2 * max(before, self.FIRST_WAIT), int(longest))
+                trial.gain_ms = -ms
             trial.asked = self._rounds
-        if round_.drafted:
-            self._trials[round_.method].gain_ms += gain_ms

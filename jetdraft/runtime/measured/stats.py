@@ -18,8 +18,8 @@ class Round(NamedTuple):
     asked to its offered rows and seconds, `late` to the seconds in which it read rows
     of earlier rounds. `evidence` is the proposer's for this draft.
     `seconds` is the time of the whole round without `late`, 0 if it was not taken.
-    `draft_seconds` is the time until the draft was there, or given up, `commit_seconds`
-    of moving accepted rows together.
+    `draft_seconds` is the time until the draft was there, or given up, without `late`
+    too, `commit_seconds` of moving accepted rows together.
     `experts` counts the experts of all layers that the pass touched.
     """
 

@@ -9,6 +9,7 @@ from jetdraft.methods import Method, Proposer, Rows, Traits, registered
 from jetdraft.methods.cascade.method import REVIEWED
 from jetdraft.runtime.drafts.rows import Kind
 from jetdraft.runtime.passes import buffers, opener, session
+from jetdraft.runtime.planning.controller import AdaptiveController
 from jetdraft.runtime.planning.registry import methods
 from jetdraft.runtime.proposers.lookup import Guess
 from jetdraft.runtime.sampling.chooser import Chooser, Sampling
@@ -232,6 +233,20 @@ def test_a_catch_up_leaves_the_row_that_drafts(model, method):
     model.forget()
     cache.catch_up(context)
     assert cache.tokens == ([] if cache.reads else context[:-1])
+
+
+def test_reads_of_earlier_rounds_are_in_no_time_of_a_round(model, method, monkeypatch):
+    rounds = []
+
+    def observe(self, round_):
+        rounds.append(round_)
+
+    monkeypatch.setattr(AdaptiveController, "observe", observe)
+    monkeypatch.setitem(model.parts.curve.drafts, method, 0.0)
+    model.forget()
+    generate(model, method)
+    assert any(round_.late for round_ in rounds)
+    assert all(r.draft_seconds < r.seconds for r in rounds if r.seconds)
 
 
 class Turns(Proposer):

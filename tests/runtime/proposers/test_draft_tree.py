@@ -88,7 +88,7 @@ def test_a_chain_after_a_tree_sees_everything_again(model):
 
 
 @pytest.mark.parametrize("path", [[0], [0, 1], [0, 2], [0, 3, 5], [0, 1, 4, 6]])
-def test_the_cache_after_a_commit_is_that_of_a_fresh_filled(float_model, path):
+def test_the_cache_after_a_commit_is_that_of_a_fresh_prefill(float_model, path):
     graph = float_model.parts.target
     rows = Rows([9, 8, 7, 6, 5, 4, 3], [-1, 0, 0, 0, 1, 3, 4])
     filled(graph, PROMPT)
