@@ -294,7 +294,7 @@ class Profit:
     def begin(self) -> None:
         """Start a generation, whose text may be of another kind."""
         self._trials.clear()
-        self._prepared_ms = 0.0
+        self._prepared_ms, self.average_ms = 0.0, max(0.0, self.average_ms)
 
     def may_ask(self, method: str) -> bool:
         """Whether a drafter has few rows to read, or has paused for long enough."""
