@@ -292,9 +292,10 @@ class Profit:
         self._trials: dict[str, _Trial] = defaultdict(_Trial)
 
     def begin(self) -> None:
-        """Start a generation, whose text may be of another kind."""
+        """Start a generation, whose rounds may take another time."""
         self._trials.clear()
-        self._prepared_ms, self.average_ms = 0.0, max(0.0, self.average_ms)
+        self._plain_ms.clear()
+        self._prepared_ms = 0.0
 
     def may_ask(self, method: str) -> bool:
         """Whether a drafter has few rows to read, or has paused for long enough."""
