@@ -302,7 +302,7 @@ class Generation:
         carried = self._carried[: max(room, 0)]
         known = array("I", [*context, *carried]) if carried else context
         offer = self.proposer_set.offer(known, room - len(carried))
-        drafted, draft = time.perf_counter() - offer.late_seconds, offer.rows
+        draft_seconds, draft = time.perf_counter() - started, offer.rows
         if carried:
             draft = draft.under([context[-1], *carried[:-1]])
 
@@ -337,7 +337,7 @@ class Generation:
             drafted=offer.rows.drafted,
             ranks=rows.ranks(path)[len(carried) :],  # carried tokens come first
             target_seconds=target.seconds - target_before,
-            draft_seconds=drafted - started,
+            draft_seconds=draft_seconds - offer.late_seconds,
             commit_seconds=target.cache.seconds - commit_before,
             probes=answer.probe_count,
             off=self._no_draft_reason(limit - len(context), offer, bool(late)),

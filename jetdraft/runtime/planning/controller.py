@@ -230,7 +230,7 @@ class AdaptiveController:
             tokens += chance
             fills = length == deepest or self.widths[length + 1] == length + 1
             if chance == 1.0 and not fills:
-                continue  # a sure row is worth asking for
+                continue  # the same pass holds another sure row
             yield _Promise(length, length, tokens, chance)
         if self.branching and traits.branches and rates:
             yield from self._tree_promises(proposer, limit, rates)

@@ -327,19 +327,19 @@ def refuse(**changes):
         Curve.from_json(written(**changes))
 
 
-PASSES = ("passes", "trees", "probed", "ended")
+WIDE = ("passes", "trees", "probed", "ended")
 OTHERS = ("compaction", "probe", "drafter", "drafts", "kept_row", "expert")
 
 
 @cases(
     "field, ms",
-    *product((*PASSES, *OTHERS), (MAX_MS, NAN, INFINITY)),
-    *product(PASSES, (0.0, -1.0)),
+    *product((*WIDE, *OTHERS), (MAX_MS, NAN, INFINITY)),
+    *product(WIDE, (0.0, -1.0)),
     *product(OTHERS, (-0.1,)),
 )
 def test_times_that_cannot_be(field, ms):
-    of_one = {"1": 2.0, "2": ms} if field in PASSES else {"lookup": ms}
-    refuse(**{field: of_one if field in (*PASSES, "drafts") else ms})
+    of_one = {"1": 2.0, "2": ms} if field in WIDE else {"lookup": ms}
+    refuse(**{field: of_one if field in (*WIDE, "drafts") else ms})
 
 
 def test_a_curve_without_passes_is_refused():

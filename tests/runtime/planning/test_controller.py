@@ -425,8 +425,8 @@ def test_rows_with_other_experts_are_not_drafted():
 
 def timed(drafted=0, accepted=0, ms=1.0, late_ms=0.0):
     """A round that took `ms` by the clock, of which the curve knows a millisecond."""
-    late = {"draft": late_ms / 1e3} if drafted else {}
     round_ = outcome("draft", drafted, accepted, draft_ms=0.0)
+    late = {"draft": late_ms / 1e3} if drafted else {}
     return round_._replace(seconds=ms / 1e3, late=late)
 
 
