@@ -10,7 +10,7 @@ from typing import Any
 from jetdraft.errors import BundleError, OptionError, as_error, check_choice
 
 GRIDS = {"q4_0": 4.5, "q4_1": 5, "q5_0": 5.5, "q5_1": 6, "q8_0": 8.5}
-GRIDS |= {"q4_k": 4.625, "q5_k": 5.625, "q6_k": 6.5625}
+GRIDS |= {"q3_k": 3.5625, "q4_k": 4.625, "q5_k": 5.625, "q6_k": 6.5625}
 """llama.cpp's types, which `jetdraft.native` multiplies: bits per weight in all."""
 
 # Bits per weight of each scheme.
@@ -24,6 +24,8 @@ KV_SCHEMES = ("int8",)
 ALGORITHMS = ("rtn", "k_quant", "hqq", "gptq")
 # Algorithms that need the second moments of what enters each matrix over a text.
 CALIBRATED = ("gptq",)
+# What types of llama.cpp can be rounded by.
+GRID_ALGORITHMS = ("rtn", *CALIBRATED)
 # Algorithms that store no zeros; TensorRT reads only these.
 SYMMETRIC = ("rtn", "gptq")
 # The fastest block size on a CPU; docs/log/quantization.md has the figures.
@@ -43,12 +45,12 @@ FAST_DEFAULTS = {"jetdraft": "q4_k-headq6_k", "onnxruntime": "int4-rtn-b32-head8
 # 4 is int8 activations; at other levels the CPU kernel unpacks matrices each pass.
 ACCURACY_LEVEL = 4
 RAISED = {"int2": "int4", "int4": "int8", "q4_0": "q5_0", "q4_1": "q5_1"}
-RAISED |= {"q4_k": "q5_k", "q5_k": "q6_k"}
+RAISED |= {"q3_k": "q4_k", "q4_k": "q5_k", "q5_k": "q6_k"}
 RAISED |= dict.fromkeys(("q5_0", "q5_1", "q6_k"), "q8_0")
 """The scheme with more bits that the layers in `Recipe.raised` have."""
 
 # The types in place of types with super-blocks of 256, which the rows do not fill.
-NARROW_GRIDS = {"q4_k": "q4_1", "q5_k": "q5_1", "q6_k": "q8_0"}
+NARROW_GRIDS = {"q3_k": "q4_0", "q4_k": "q4_1", "q5_k": "q5_1", "q6_k": "q8_0"}
 # A part of a model with one scheme: the number of a decoder layer, or `HEAD`.
 Unit = str
 # The unit of the LM head, and of an embedding tied to it.
@@ -98,9 +100,9 @@ class Recipe:
         if self.scheme == "none" and self.head is not None:
             fact = "a recipe with the scheme none cannot quantize the head"
             raise OptionError(f"{fact}; leave head out, or choose {', '.join(BITS)}")
-        if self.scheme in GRIDS and self.algorithm != "rtn":
+        if self.scheme in GRIDS and self.algorithm not in GRID_ALGORITHMS:
             fact = f"{self.scheme} rounds in its own way, not by {self.algorithm}"
-            raise OptionError(f"{fact}; leave {self.algorithm} out, or choose int8")
+            raise OptionError(f"{fact}; choose gptq, leave it out, or choose int8")
         if self.raised and self.scheme not in RAISED:
             fact = f"layers of {self.scheme} cannot get more bits"
             fix = f"leave up and limits out, or choose {' or '.join(RAISED)}"
@@ -141,7 +143,8 @@ class Recipe:
         up = f"-up{'.'.join(map(str, self.raised))}" if self.raised else ""
         if self.scheme in GRIDS:
             block = f"-b{self.block_size}" if self.has_blocks else ""
-            return f"{self.scheme}{block}{up}{head}{cache}"
+            how = "" if self.algorithm == ALGORITHMS[0] else f"-{self.algorithm}"
+            return f"{self.scheme}{how}{block}{up}{head}{cache}"
         return f"{self.scheme}-{self.algorithm}-b{self.block_size}{up}{head}{cache}"
 
     @property
@@ -199,7 +202,9 @@ class Recipe:
             scheme = self.head or scheme
         elif unit in map(str, self.raised):
             scheme = RAISED[scheme]
-        algorithm = "rtn" if scheme in GRIDS else self.algorithm
+        algorithm = self.algorithm
+        if scheme in GRIDS and algorithm not in GRID_ALGORITHMS:
+            algorithm = GRID_ALGORITHMS[0]
         return replace(self, scheme=scheme, algorithm=algorithm, head=None, raised=())
 
     def raise_units(self, units: Collection[Unit]) -> Recipe:

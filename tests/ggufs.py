@@ -77,7 +77,7 @@ def random_bytes(kind: Type, shape: tuple[int, int], seed: int) -> np.ndarray:
     blocks = shape[1] // weights
     data = numbers.integers(0, 256, (shape[0], blocks, size), dtype=np.uint8)
     halves = {
-        **{"Q6_K": {208: (-4e-5, 4e-5)}},
+        **{"Q6_K": {208: (-4e-5, 4e-5)}, "Q3_K": {108: (-1e-3, 1e-3)}},
         **{"Q4_0": {0: (-0.02, 0.02)}, "Q5_0": {0: (-0.01, 0.01)}},
         **{"Q8_0": {0: (-2e-3, 2e-3)}},
         **{"Q4_1": {0: (0, 0.02), 2: (-0.4, 0.1)}},

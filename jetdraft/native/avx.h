@@ -49,6 +49,11 @@ struct Avx {
   static __m256i unpack(const uint8_t* w, int t, int i) {
     w += 32 * i;
     if constexpr (BITS == 8) return load32(w + 64 * t);
+    if constexpr (BITS == 3) {
+      const __m256i low = high_bits({}, load32(w + 64 * (t / 4)), -2 * (t / 2 % 2), 0x33);
+      const __m256i pair = high_bits(low, load32(w + 128), 2 - t / 2, 0x44);
+      return high_bits({}, pair, -4 * (t % 2), 7);
+    }
     const __m256i both = load32(w + 64 * (t / 2));
     __m256i quad = t % 2 ? _mm256_srli_epi16(both, 4) : both;
     quad = _mm256_and_si256(quad, _mm256_set1_epi8(15));

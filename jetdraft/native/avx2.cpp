@@ -8,10 +8,10 @@ struct Avx2 : Avx {
   static constexpr int BYTE_OFFSET = 0;
 
   // The sums in 16 bits hold 8 / 2^(BITS - 4) products of pairs, 15 * 127 * 2 each with
-  // four bits; eight bits hold one.
+  // four bits; three bits hold 8, eight bits one.
   template <int BITS, int FIRST, int COUNT, int M>
   INLINE static void dots(const uint8_t* w, const RowBlock* read, Ints* n) {
-    constexpr int CHAIN = BITS == 8 ? 1 : std::min(COUNT, 8 >> (BITS - 4));
+    constexpr int CHAIN = BITS == 8 ? 1 : std::min(COUNT, 8 >> std::max(BITS - 4, 0));
     const __m256i ones = _mm256_set1_epi16(1);
 #pragma unroll
     for (int m = 0; m < M; m++) {

@@ -3,6 +3,10 @@
 // A matrix has N columns of K numbers. Columns stand in groups of 16, the numbers of a
 // column in blocks of 32, and these in quads of 4. Bytes [group][block][...]:
 //
+//   bits 3:      128 bytes, byte 64 p + 4 c + j has bits 0 and 1 of number j of column c
+//                of four quads: from bit 0 on of quad 4 p, from 4 on of the next, then
+//                from 2 and from 6 on; then 64 bytes, byte 4 c + j has bit 2 of number j
+//                of quads 0, 2, 4, 6 and then 1, 3, 5, 7
 //   bits 4 to 6: 256 bytes, byte 64 i + 4 c + j has number j of column c of quad 2 i in
 //                its low half, and of quad 2 i + 1 in its high half; then
 //   bits 5:      64 bytes, bit t of byte 4 c + j is bit 4 of number j of quad t
@@ -44,6 +48,7 @@ constexpr Format FORMATS[] = {
     {"Q5_0", 5, 16, Scales::HALF},      {"Q5_1", 5, 0, Scales::HALF_MIN},
     {"Q8_0", 8, 0, Scales::HALF},       {"Q4_K", 4, 0, Scales::SUPER_MIN},
     {"Q5_K", 5, 0, Scales::SUPER_MIN},  {"Q6_K", 6, 32, Scales::SUPER_HALVES},
+    {"Q3_K", 3, 4, Scales::SUPER_HALVES},
 };
 constexpr int FORMAT_COUNT = sizeof(FORMATS) / sizeof(*FORMATS);
 
@@ -55,6 +60,21 @@ constexpr int64_t round_up(int64_t number, int64_t step) {
 
 constexpr bool has_supers(Scales s) {
   return s == Scales::SUPER_MIN || s == Scales::SUPER_HALVES;
+}
+
+// A number of quad t of the block at w; `place` is 4 c + j.
+INLINE inline int number_at(const uint8_t* w, int bits, int64_t t, int64_t place) {
+  if (bits == 8) return static_cast<int8_t>(w[64 * t + place]);
+  const auto one = [&](int from) INLINE { return w[from + place] >> t & 1; };
+  const auto two = [&](int from) INLINE {
+    return w[from + 64 * (t / 4) + place] >> 2 * (t % 4) & 3;
+  };
+  if (bits == 3) {
+    const int64_t low = 4 * (t % 2) + 2 * (t / 2 % 2), high = 4 * (t % 2) + t / 2;
+    return (w[64 * (t / 4) + place] >> low & 3) | (w[128 + place] >> high & 1) << 2;
+  }
+  const int low = w[64 * (t / 2) + place] >> 4 * (t % 2) & 15;
+  return bits == 5 ? low | one(256) << 4 : bits == 6 ? low | two(256) << 4 : low;
 }
 
 // Bytes of scales for a group of columns and one block, or one super-block of 256.

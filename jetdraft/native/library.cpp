@@ -247,9 +247,7 @@ void unpack_column(const Kernel& k, const uint8_t* integers, const uint8_t* scal
   for (int64_t i = 0; i < k.numbers; i++) {
     const int64_t b = i / BLOCK, t = i % BLOCK / 4, place = 4 * c + i % 4;
     const uint8_t* w = integers + (group * blocks + b) * block_bytes(f.bits);
-    int q = f.bits == 8 ? (int8_t)w[64 * t + place] : w[64 * (t / 2) + place] >> 4 * (t % 2) & 15;
-    if (f.bits == 5) q |= (w[256 + place] >> t & 1) << 4;
-    if (f.bits == 6) q |= (w[256 + 64 * (t / 4) + place] >> 2 * (t % 4) & 3) << 4;
+    const int q = number_at(w, f.bits, t, place);
     const int64_t unit = has_supers(f.scales) ? i / SUPER : b, inner = i % SUPER / BLOCK;
     const uint8_t* s = scales + (group * k.units() + unit) * scale_bytes(f.scales);
     const float d = half_at(s + 2 * c);

@@ -35,6 +35,12 @@ struct Neon {
   template <int BITS>
   static int8x16_t unpack(const uint8_t* w, int t) {
     if constexpr (BITS == 8) return vreinterpretq_s8_u8(vld1q_u8(w + 64 * t));
+    if constexpr (BITS == 3) {
+      const uint8x16_t none = vdupq_n_u8(0), plane = vld1q_u8(w + 64 * (t / 4));
+      const uint8x16_t low = high_bits(none, plane, -2 * (t / 2 % 2), 0x33);
+      const uint8x16_t pair = high_bits(low, vld1q_u8(w + 128), 2 - t / 2, 0x44);
+      return vreinterpretq_s8_u8(high_bits(none, pair, -4 * (t % 2), 7));
+    }
     const uint8x16_t both = vld1q_u8(w + 64 * (t / 2));
     uint8x16_t quad = t % 2 ? vshrq_n_u8(both, 4) : vandq_u8(both, vdupq_n_u8(15));
     if constexpr (BITS == 5) quad = high_bits(quad, vld1q_u8(w + 256), 4 - t, 16);

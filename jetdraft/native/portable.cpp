@@ -56,20 +56,9 @@ struct Portable {
       for (int& sum : n[m].at) sum = read[m].corrections[FIRST > 0];
     for (int t = FIRST; t < FIRST + COUNT; t++)
       for (int i = 0; i < 4 * LANES; i++) {
-        const int number = unpack<BITS>(w, t, i);
+        const int number = number_at(w, BITS, t, i);
         for (int m = 0; m < M; m++) n[m].at[i / 4] += number * read[m].q[4 * t + i % 4];
       }
-  }
-
- private:
-  // Byte i of quad t of the block at w, as a number.
-  template <int BITS>
-  static int unpack(const uint8_t* w, int t, int i) {
-    if constexpr (BITS == 8) return static_cast<int8_t>(w[64 * t + i]);
-    int number = w[64 * (t / 2) + i] >> 4 * (t % 2) & 15;
-    if constexpr (BITS == 5) number |= (w[256 + i] >> t & 1) << 4;
-    if constexpr (BITS == 6) number |= (w[256 + 64 * (t / 4) + i] >> 2 * (t % 4) & 3) << 4;
-    return number;
   }
 };
 

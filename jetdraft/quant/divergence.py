@@ -4,7 +4,7 @@ quantized matrices move a model from itself, as KL divergence.
 
 import math
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -64,10 +64,13 @@ class Windows:
 
 
 def second_moments(
-    model: Any, windows: Windows, diagonal: bool = False
+    model: Any,
+    windows: Windows,
+    diagonal: bool = False,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, Floats]:
     """Sum x x^T by weight name: float32 [rows, rows], or [rows] of the `diagonal`."""
-    sums: dict[str, Floats] = {}
+    sums: dict[str, Tensor] = {}
     # Layers that read the same tensor, for example q, k and v, share one sum.
     owners: dict[str, str] = {}
     last, owner = torch.empty(0), ""
@@ -77,8 +80,13 @@ def second_moments(
         if inputs is not last:
             last, owner = inputs, name
             rows = inputs.reshape(-1, inputs.shape[-1]).float()
-            moments = (rows.square().sum(0) if diagonal else rows.T @ rows).numpy()
-            sums[name] = sums[name] + moments if name in sums else moments
+            if name not in sums:
+                width = rows.shape[1]
+                sums[name] = torch.zeros((width,) if diagonal else (width, width))
+            if diagonal:
+                sums[name] += rows.square().sum(0)
+            else:
+                sums[name].addmm_(rows.T, rows)  # in place: they are large
         owners[name] = owner
 
     def hook(name: str) -> Any:
@@ -89,9 +97,11 @@ def second_moments(
             if isinstance(module, torch.nn.Linear):
                 watched = module.register_forward_pre_hook(hook(f"{name}.weight"))
                 hooks.enter_context(watched)
-        for ids in windows.ids:
+        for done, ids in enumerate(windows.ids, start=1):
             model(input_ids=ids[None], use_cache=False)
-    return {name: sums[owner] for name, owner in owners.items()}
+            progress(done, len(windows.ids))
+    arrays = {owner: moments.numpy() for owner, moments in sums.items()}
+    return {name: arrays[owner] for name, owner in owners.items()}
 
 
 @contextmanager

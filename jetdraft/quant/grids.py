@@ -34,6 +34,12 @@ _MINIMUM = MappingProxyType({0: _ONE, 2: _ZERO})
 _FACTORS = MappingProxyType({**_MINIMUM, 4: b"\1\1\1\1\0\0\0\0\1\1\1\1"})
 
 _BYTE_FACTORS = MappingProxyType({192: bytes([1] * 16), 208: _ONE})
+# Sixteen factors in 6 bits each, less 32, before the scale.
+_SHORT_FACTORS = MappingProxyType({96: b"\x11" * 8 + b"\xaa" * 4, 108: _ONE})
+# Integers are split into planes of so many bits, the low bits first.
+_PLANES = {3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 8: (8,)}
+# The first bits of quads in a byte of three bits' planes, which are read in pairs.
+_PAIRED = {2: (0, 4, 2, 6), 1: (0, 4, 1, 5, 2, 6, 3, 7)}
 # In the order of their numbers in graphs.
 _GRIDS = {
     "Q4_0": _Grid(4, 8, _SCALE),
@@ -44,6 +50,7 @@ _GRIDS = {
     "Q4_K": _Grid(4, 0, _FACTORS),
     "Q5_K": _Grid(5, 0, _FACTORS),
     "Q6_K": _Grid(6, 32, _BYTE_FACTORS),
+    "Q3_K": _Grid(3, 4, _SHORT_FACTORS),
 }
 GRIDS = tuple(_GRIDS)
 
@@ -93,9 +100,9 @@ class GridMatrix:
     def exact_blocks(self) -> Blocks | None:
         """The same numbers as `Blocks`; None for a type with minima."""
         grid = _GRIDS[self.grid]
-        if grid.plain not in (_SCALE, _BYTE_FACTORS):
+        if grid.plain in (_MINIMUM, _FACTORS):
             return None
-        bits = 4 if grid.bits == 4 else 8
+        bits = 4 if grid.bits <= 4 else 8
         scales, *factors = self._fields()
         floats = np.ascontiguousarray(scales).view("<f2")[..., 0].astype(np.float32)
         for factor in factors:
@@ -131,6 +138,12 @@ class GridMatrix:
             fields += [factors.astype(np.uint8).reshape(shape) for factors in both]
         if plain is _BYTE_FACTORS:
             fields.append(block[..., 192:208, None])
+        if plain is _SHORT_FACTORS:
+            pairs, fours = block[..., 96:104], block[..., 104:108]
+            low = np.concatenate([pairs & np.uint8(15), pairs >> np.uint8(4)], -1)
+            high = [fours >> np.uint8(shift) & np.uint8(3) for shift in (0, 2, 4, 6)]
+            factors = low | np.concatenate(high, -1) << np.uint8(4)
+            fields.append((factors - np.uint8(32))[..., None])
         return fields
 
 
@@ -143,18 +156,13 @@ def _pack_integers(integers: Bytes, bits: int) -> Bytes:
     columns, rows = integers.shape
     split = integers.reshape(columns // COLUMNS, COLUMNS, rows // _BLOCK, 8, 4)
     quads: Bytes = split.transpose(0, 2, 3, 1, 4).reshape(-1, 8, 64)
-    if bits == 8:
-        return quads.ravel()
-    four = np.uint8(4)
-    low: Bytes = quads[:, ::2] & np.uint8(15) | quads[:, 1::2] << four
-    planes: list[Bytes] = [low.reshape(len(quads), -1)]
-    high: Bytes = quads >> four
-    if bits == 5:
-        planes.append(np.packbits(high, axis=1, bitorder="little")[:, 0])
-    if bits == 6:
-        shifts = np.array([0, 2, 4, 6], np.uint8)[:, None]
-        spread: Bytes = np.bitwise_or.reduce(high.reshape(-1, 2, 4, 64) << shifts, 2)
-        planes.append(spread.reshape(len(quads), -1))
+    planes: list[Bytes] = []
+    for width in _PLANES[bits]:
+        own = (quads & np.uint8((1 << width) - 1)).reshape(-1, width, 8 // width, 64)
+        places = _PAIRED[width] if bits == 3 else range(0, 8, width)
+        shifts = np.array(places, np.uint8)[:, None]
+        planes.append(np.bitwise_or.reduce(own << shifts, 2).reshape(len(quads), -1))
+        quads = quads >> np.uint8(width % 8)
     return np.concatenate(planes, axis=1).ravel()
 
 
