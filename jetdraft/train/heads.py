@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from jetdraft.checkpoints.checkpoint import Checkpoint
+from jetdraft.checkpoints.heads.draft_module import DraftModule
 from jetdraft.checkpoints.heads.head_layers import HeadConfig
-from jetdraft.checkpoints.layers import head_size
+from jetdraft.checkpoints.layers import final_norm, head_size
 from jetdraft.options import setting
 from jetdraft.train import task, teacher
 from jetdraft.train.data import IGNORED, Batch
@@ -220,7 +221,7 @@ class NextTokenTask(task.Task):
     Sequences are cut into drafts of `DRAFT_ROWS` rows: later rows may know less.
     """
 
-    architecture = ""
+    drafter_class: type[DraftModule]
     config: HeadConfig
 
     def shortest_sequence(self) -> tuple[int, str]:
@@ -251,6 +252,14 @@ class NextTokenTask(task.Task):
     def check(self, run: task.Run) -> None:
         self.config = self.new_config(run.target)
 
+    def new_drafter(self, run: task.Run) -> Any:
+        """Make a drafter; its last norm, if it has one, begins as the target's."""
+        model = run.target.model
+        drafter: Any = self.drafter_class(self.config, model)
+        if hasattr(drafter, "norm"):
+            copy_norm(drafter.norm, final_norm(model), self.config.hidden_size)
+        return drafter
+
     def lesson(self, run: task.Run, batch: Batch, learns: bool) -> tuple[Any, ...]:
         """Return the target's lesson, and the first draft's row, random in training."""
         first = 1
@@ -265,7 +274,7 @@ class NextTokenTask(task.Task):
 
     def own_fields(self) -> dict[str, Any]:
         """Return the fields of config.json that only this kind of drafter has."""
-        return {"architectures": [self.architecture]}
+        return {"architectures": [self.drafter_class.architecture]}
 
     def settings_of_run(self, run: task.Run) -> dict[str, Any]:
         return asdict(self.settings) | self.own_fields() | {"target": run.base}

@@ -94,7 +94,7 @@ class DraftModule(nn.Module):
     keys              the keys of its config that have an effect
     has_own_matrices  whether its files may hold an embedding and an LM head of its own
     fusion_names      the modules that fuse taps, in the target's graph and in float32
-    one_layer         whether files with more decoder layers are refused
+    architecture      what the config calls it, of jetdraft's drafters of one layer
     target_layers     the target's layers that it reads, by the numbers of their buffers
     """
 
@@ -110,7 +110,7 @@ class DraftModule(nn.Module):
     renames: ClassVar[Renames] = TARGET_RENAMES
     has_own_matrices: ClassVar[bool] = False
     fusion_names: ClassVar[tuple[str, ...]] = ()
-    one_layer: ClassVar[bool] = False
+    architecture: ClassVar[str] = ""
     target_layers: tuple[int, ...] = (-1,)
     has_target_head_rows = False  # Whether its LM head is some rows of the target's.
     config: HeadConfig
@@ -143,7 +143,7 @@ class DraftModule(nn.Module):
         """Return the config and `ids`, here None for all; raises `CheckpointError`."""
         files.check_keys(cls.keys)
         fields = files.fields_beside(tensors, target)
-        if cls.one_layer and fields["num_layers"] != 1:
+        if cls.architecture and fields["num_layers"] != 1:
             fact = f"has {fields['num_layers']} layers, and jetdraft reads "
             fact += f"{cls.published} drafters of one"
             raise files.refusal(fact, "give such a drafter")

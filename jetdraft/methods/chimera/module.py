@@ -14,7 +14,6 @@ from jetdraft.checkpoints.heads.draft_module import DraftInputs, DraftModule, Re
 from jetdraft.checkpoints.heads.head_files import HeadFiles, Sizes, Tensors
 from jetdraft.checkpoints.heads.head_layers import project_heads, rotate_rows
 
-ARCHITECTURE = "ChimeraDrafter"  # What the config of a drafter calls it.
 ROW_TOKENS = 3  # The tokens that the trigram encoder reads.
 # Module, rotated query, key, value: [b, heads or kv_heads, n, d] to [b, n, heads, d].
 Attention = Callable[[Any, Tensor, Tensor, Tensor], Tensor]
@@ -30,7 +29,7 @@ class Chimera(DraftModule):
     """
 
     published, mark = "Chimera", "trigram.block.weight"
-    one_layer = True
+    architecture = "ChimeraDrafter"
     reads = Reads(tokens=ROW_TOKENS, features=True, carries=True)
 
     def __init__(self, config: head_layers.HeadConfig, target: Any) -> None:

@@ -6,9 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from jetdraft.checkpoints.layers import final_norm
-from jetdraft.methods.chimera.module import ARCHITECTURE, ROW_TOKENS, Attention, Chimera
-from jetdraft.train.heads import DRAFT_ROWS, LayerTask, copy_norm
+from jetdraft.methods.chimera.module import ROW_TOKENS, Attention, Chimera
+from jetdraft.train.heads import DRAFT_ROWS, LayerTask
 from jetdraft.train.task import Run
 from jetdraft.train.teacher import Lesson
 
@@ -18,17 +17,15 @@ class ChimeraTask(LayerTask):
 
     help = "Train a layer that drafts for TARGET from three tokens and its states."
     product = "a Chimera drafter"
-    architecture = ARCHITECTURE
+    drafter_class = Chimera
 
     def new_drafter(self, run: Run) -> Chimera:
         """Make a drafter that ignores earlier tokens and passes surrogates on."""
-        width, model = self.config.hidden_size, run.target.model
-        drafter = Chimera(self.config, model)
-        copy_norm(drafter.norm, final_norm(model), width)
+        drafter: Chimera = super().new_drafter(run)
         for matrix in (drafter.trigram["down"].weight, drafter.out.weight):
             assert isinstance(matrix, Tensor)
             nn.init.zeros_(matrix)
-            nn.init.eye_(matrix[:, -width:])
+            nn.init.eye_(matrix[:, -self.config.hidden_size :])
         return drafter
 
     def hidden(self, drafter: Chimera, lesson: Lesson, starts: Tensor) -> Tensor:

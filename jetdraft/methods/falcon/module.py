@@ -15,7 +15,6 @@ from jetdraft.checkpoints.heads.draft_module import DraftInputs, DraftModule, Re
 from jetdraft.checkpoints.heads.head_files import LAYER_KEYS, HeadFiles, Sizes, Tensors
 from jetdraft.checkpoints.heads.head_layers import HeadConfig, make_layers
 
-ARCHITECTURE = "FalconDrafter"  # What the config of a drafter calls it.
 MAX_ROWS = 8  # The most rows of a block; the paper has 2 to 4.
 
 
@@ -59,7 +58,7 @@ class Falcon(DraftModule):
     """
 
     published, mark = "Falcon", "recurrence.inputs.0.weight"
-    one_layer = True
+    architecture = "FalconDrafter"
     reads = Reads(features=True, windows=True, carries=True)
     keys = LAYER_KEYS | {"block_size"}
 

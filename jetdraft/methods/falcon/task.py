@@ -15,7 +15,7 @@ from torch import Tensor
 
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.heads.head_layers import HeadConfig
-from jetdraft.methods.falcon.module import ARCHITECTURE, MAX_ROWS, Falcon
+from jetdraft.methods.falcon.module import MAX_ROWS, Falcon
 from jetdraft.options import setting
 from jetdraft.train.data import IGNORED, Batch
 from jetdraft.train.heads import LayerSettings, LayerTask, sums_by_place
@@ -48,13 +48,10 @@ class FalconTask(LayerTask):
     Settings = FalconSettings
     help = "Train a head that drafts several tokens for TARGET in a pass."
     product = "a Falcon drafter"
-    architecture = ARCHITECTURE
+    drafter_class = Falcon
 
     def new_config(self, target: Checkpoint) -> HeadConfig:
         return replace(super().new_config(target), slots=self.settings.block_rows)
-
-    def new_drafter(self, run: Run) -> Falcon:
-        return Falcon(self.config, run.target.model)
 
     def target_lesson(self, run: Run, batch: Batch) -> FalconLesson:
         """Return the lesson of a batch, with the share of wrong rows to show."""

@@ -15,8 +15,6 @@ from jetdraft.checkpoints.layers import head_size
 from jetdraft.contracts.tensors import HIDDEN
 from jetdraft.errors import UnsupportedModelError
 
-ARCHITECTURE = "GlideDrafter"  # What the config of a drafter calls it.
-
 
 def attend_to_target(
     query: Any, keys: Tensor, values: Tensor, bias: Tensor, scale: float
@@ -41,7 +39,7 @@ class Glide(DraftModule):
     """
 
     published, mark = "GliDe", "cross.q_proj.weight"
-    one_layer = True
+    architecture = "GlideDrafter"
     reads = Reads(target_kv=True)
 
     def __init__(self, config: head_layers.HeadConfig, target: Any) -> None:

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from jetdraft.checkpoints.layers import decoder_layers, final_norm
+from jetdraft.checkpoints.layers import decoder_layers
 from jetdraft.contracts.tensors import HIDDEN
 from jetdraft.errors import UnsupportedModelError
-from jetdraft.methods.glide.module import ARCHITECTURE, Glide
+from jetdraft.methods.glide.module import Glide
 from jetdraft.train.data import Batch
-from jetdraft.train.heads import LayerTask, copy_norm
+from jetdraft.train.heads import LayerTask
 from jetdraft.train.machine import precision
 from jetdraft.train.task import Run
 from jetdraft.train.teacher import Lesson
@@ -29,13 +29,7 @@ class GlideTask(LayerTask):
 
     help = "Train a layer that drafts for TARGET from its keys and values."
     product = "a GliDe drafter"
-    architecture = ARCHITECTURE
-
-    def new_drafter(self, run: Run) -> Glide:
-        model = run.target.model
-        drafter = Glide(self.config, model)
-        copy_norm(drafter.norm, final_norm(model), self.config.hidden_size)
-        return drafter
+    drafter_class = Glide
 
     def target_lesson(self, run: Run, batch: Batch) -> GlideLesson:
         """Run the target; the last layer with keys gives the lesson's."""

@@ -12,14 +12,12 @@ from jetdraft.checkpoints.heads.head_files import LAYER_KEYS, HeadFiles, Sizes, 
 from jetdraft.checkpoints.heads.head_layers import CACHE, HeadConfig, make_layers
 from jetdraft.checkpoints.layers import decoder_layers
 
-ARCHITECTURE = "KangarooAdapter"  # What the config of an adapter calls it.
-
 
 class Kangaroo(draft_module.DraftModule):
     """A norm, attention over its own rows, a residual and a norm; no MLP."""
 
     published = "Kangaroo"
-    one_layer = True
+    architecture = "KangarooAdapter"
     reads = draft_module.Reads(features=True, cut=True)
     keys = LAYER_KEYS | {"exit_layer"}
     renames = ((r".*\.rotary_emb\..*", None), *draft_module.TARGET_RENAMES)
@@ -56,7 +54,7 @@ class Kangaroo(draft_module.DraftModule):
     def recognizes(cls, files: HeadFiles) -> bool:
         has_layer = files.has_tensor(r"layers\.0\..*")
         without_mlp = has_layer and not files.has_tensor(r"layers\.0\.(.*\.)?mlp\..*")
-        return files.architecture == ARCHITECTURE or without_mlp
+        return files.architecture == cls.architecture or without_mlp
 
     @classmethod
     def configure(cls, files: HeadFiles, target: Checkpoint, tensors: Tensors) -> Sizes:

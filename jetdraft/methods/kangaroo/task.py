@@ -8,11 +8,11 @@ from torch import Tensor
 
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.heads.head_layers import HeadConfig
-from jetdraft.checkpoints.layers import decoder_layers, final_norm
+from jetdraft.checkpoints.layers import decoder_layers
 from jetdraft.errors import OptionError
-from jetdraft.methods.kangaroo.module import ARCHITECTURE, Kangaroo
+from jetdraft.methods.kangaroo.module import Kangaroo
 from jetdraft.options import setting
-from jetdraft.train.heads import NextTokenTask, copy_norm, copy_weights, make_config
+from jetdraft.train.heads import NextTokenTask, copy_weights, make_config
 from jetdraft.train.task import DrafterSettings, Run
 from jetdraft.train.teacher import Lesson
 
@@ -32,7 +32,7 @@ class KangarooTask(NextTokenTask):
     Settings = KangarooSettings
     help = "Train an adapter that lets the lower layers of TARGET draft for it."
     product = "a Kangaroo adapter"
-    architecture = ARCHITECTURE
+    drafter_class = Kangaroo
 
     def new_config(self, target: Checkpoint) -> HeadConfig:
         """Make the config of an adapter after `exit_layer`, or the advised layer."""
@@ -46,10 +46,9 @@ class KangarooTask(NextTokenTask):
 
     def new_drafter(self, run: Run) -> Kangaroo:
         """Make an adapter that begins as the attention of the target's next layer."""
-        model = run.target.model
-        adapter = Kangaroo(self.config, model)
-        copy_weights(adapter.first_layer, decoder_layers(model)[adapter.exit_layer])
-        copy_norm(adapter.norm, final_norm(model), self.config.hidden_size)
+        adapter: Kangaroo = super().new_drafter(run)
+        layers = decoder_layers(run.target.model)
+        copy_weights(adapter.first_layer, layers[adapter.exit_layer])
         return adapter
 
     def hidden(self, drafter: Kangaroo, lesson: Lesson, starts: Tensor) -> Tensor:
