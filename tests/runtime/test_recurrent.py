@@ -15,7 +15,7 @@ from jetdraft import OptionError, ProviderError, Sampling
 from jetdraft.bundle import CHAT_TEMPLATE
 from jetdraft.cli.check import LINEAR_ATTENTION
 from jetdraft.contracts.step_contract import STATE_ROWS
-from jetdraft.methods.glide.assistant import Assistant
+from jetdraft.methods.glide.module import Assistant
 from jetdraft.runtime.measured.survey import Survey
 from jetdraft.runtime.passes.binding import PassBinding
 from tests import cases, edit_json, programs, same_text, tiny

@@ -9,7 +9,7 @@ METHOD = token_drafter(
     lambda contract, target: contract.reads,
     module=(
         "jetdraft.methods.glide.module:Glide",
-        "jetdraft.methods.glide.assistant:Assistant",
+        "jetdraft.methods.glide.module:Assistant",
     ),
     task="jetdraft.methods.glide.task:GlideTask",
 )
