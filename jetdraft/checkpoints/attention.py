@@ -350,6 +350,7 @@ def compute_experts(
 moe.ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, compute_experts)
 
 SOURCE_ATTENTION = "jetdraft-source"
+# Of module, query [b, heads, q, d], key and value [b, kv_heads, k, d]: [b, q, heads, d]
 Attention = Callable[[Any, Tensor, Tensor, Tensor], Tensor]
 KeysAndValues = list[tuple[Tensor, Tensor]]
 

@@ -4,7 +4,7 @@ In a graph, whose attention is causal, they attend twice: their keys are written
 then their queries follow in further rows, whose keys are copies that a bias hides.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -12,14 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from jetdraft.checkpoints.attention import attend
+from jetdraft.checkpoints.attention import Attention, attend
 from jetdraft.checkpoints.heads import draft_module, head_layers
 from jetdraft.checkpoints.heads.head_files import HeadFiles
 from jetdraft.checkpoints.heads.head_layers import project_heads, rotate_rows
 from jetdraft.errors import CheckpointError
 
-# Of module, query [b, heads, q, d], key and value [b, kv_heads, k, d]: [b, q, heads, d]
-Attention = Callable[[Any, Tensor, Tensor, Tensor], Tensor]
 MAX_BLOCK_TOKENS = 64  # The most tokens of a block that a drafter may fill.
 
 

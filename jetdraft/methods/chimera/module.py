@@ -1,13 +1,12 @@
 """Chimera's drafter (2402.15758): a trigram encoder, and a layer over all features."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from jetdraft.checkpoints.attention import attend_to_buffers
+from jetdraft.checkpoints.attention import Attention, attend_to_buffers
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.heads import head_layers
 from jetdraft.checkpoints.heads.draft_module import DraftInputs, DraftModule, Reads
@@ -15,8 +14,6 @@ from jetdraft.checkpoints.heads.head_files import HeadFiles, Sizes, Tensors
 from jetdraft.checkpoints.heads.head_layers import project_heads, rotate_rows
 
 ROW_TOKENS = 3  # The tokens that the trigram encoder reads.
-# Module, rotated query, key, value: [b, heads or kv_heads, n, d] to [b, n, heads, d].
-Attention = Callable[[Any, Tensor, Tensor, Tensor], Tensor]
 
 
 class Chimera(DraftModule):

@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from jetdraft.methods.chimera.module import ROW_TOKENS, Attention, Chimera
+from jetdraft.checkpoints.attention import Attention
+from jetdraft.methods.chimera.module import ROW_TOKENS, Chimera
 from jetdraft.train.heads import DRAFT_ROWS, LayerTask
 from jetdraft.train.task import Run
 from jetdraft.train.teacher import Lesson
