@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import onnx_ir as ir
 import torch
@@ -78,10 +79,7 @@ def write_graphs(job: Job, entry: GraphEntry) -> GraphEntry:
         own = job.quantization
         tied = replace(own, borrowed={head: head}, lender=own, head="")
         entry = write_encoder(job, entry, tied)
-    if job.checkpoint.streams is not None:
-        step, entry = _add_probes(job, entry)
-    else:
-        step = _make_plain_step(job, entry.contract)
+    step, entry = _make_step(job, entry)
     entry = write_chain(job, entry, step)
     _write_adapted(job, entry)
     entry = _write_halves(job, entry, step)
@@ -89,24 +87,21 @@ def write_graphs(job: Job, entry: GraphEntry) -> GraphEntry:
     return _write_selection(job, entry)
 
 
-def _make_plain_step(job: Job, contract: StepContract) -> Step:
-    model, taps = job.checkpoint.model, job.checkpoint.taps
-    if job.checkpoint.reads_source:
-        return SourceStep(model, contract)
+def _make_step(job: Job, entry: GraphEntry) -> tuple[Step, GraphEntry]:
+    """Make the step of a model; with probes their weights are written beside it."""
+    checkpoint, contract = job.checkpoint, entry.contract
+    model, taps = checkpoint.model, checkpoint.taps
+    if checkpoint.streams is not None:
+        probed = checkpoint.add_probes(job.options.adapter_scale)
+        write_probe_weights(job.folder / STREAMS, probed, contract.dtype)
+        settings = asdict(checkpoint.streams) | {"base": probed.base}
+        kind: Any = StreamStep if isinstance(probed, StreamedModel) else ProbeStep
+        return kind(probed, contract), replace(entry, streams=settings)
+    if checkpoint.reads_source:
+        return SourceStep(model, contract), entry
     cut = 0 if taps is None else taps.cut
     above = len(contract.kv_shapes) - cut if cut else 0
-    return Step(model, contract, cut=above, ids=job.ids, taps=taps)
-
-
-def _add_probes(job: Job, entry: GraphEntry) -> tuple[Step, GraphEntry]:
-    assert job.checkpoint.streams is not None
-    probed = job.checkpoint.add_probes(job.options.adapter_scale)
-    write_probe_weights(job.folder / STREAMS, probed, entry.contract.dtype)
-    settings = asdict(job.checkpoint.streams)
-    entry = replace(entry, streams={**settings, "base": probed.base})
-    if isinstance(probed, StreamedModel):
-        return StreamStep(probed, entry.contract), entry
-    return ProbeStep(probed, entry.contract), entry
+    return Step(model, contract, cut=above, ids=job.ids, taps=taps), entry
 
 
 def write_chain(job: Job, entry: GraphEntry, step: Step) -> GraphEntry:

@@ -9,12 +9,12 @@ import jetdraft
 from jetdraft import Bundle, CheckpointError, OptionError
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.streams import LOSSLESS, SHARED, Streams, StreamSettings
-from jetdraft.contracts.step_contract import StepContract
 from jetdraft.contracts.tensors import check_tensors
 from jetdraft.export import graphs
 from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.export.graphs import Job
 from jetdraft.export.step import Step
+from jetdraft.manifest import GraphEntry
 from jetdraft.recipe import Recipe
 from jetdraft.runtime.drafts.rows import Probing
 from jetdraft.runtime.passes.session import open_session
@@ -198,14 +198,14 @@ def test_damaged_and_foreign_streams_are_refused(
     refused(CheckpointError, said, other)
 
 
-def cut_below_two(job: Job, contract: StepContract) -> Step:
-    return Step(job.checkpoint.model, contract, cut=2)
+def cut_below_two(job: Job, entry: GraphEntry) -> tuple[Step, GraphEntry]:
+    return Step(job.checkpoint.model, entry.contract, cut=2), entry
 
 
 def cut_bundle(folder, flavour) -> Bundle:
     options = ExportOptions(Recipe("none"), capacity=16, max_width=8, flavour=flavour)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(graphs, "_make_plain_step", cut_below_two)
+        patch.setattr(graphs, "_make_step", cut_below_two)
         return export(str(folder.parent / "checkpoint"), folder, options=options)
 
 
