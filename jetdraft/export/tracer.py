@@ -7,7 +7,7 @@ import itertools
 import logging
 import types
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
 from functools import partial
 from typing import Any
@@ -86,8 +86,13 @@ def trace(step: Step, names: Mapping[int, str]) -> onnx_ir.Model:
     step.eval()
     # In a step, all names begin with the attribute that holds the model.
     weights = {n.partition(".")[2]: weight for n, weight in step.named_parameters()}
-    # The exporter wraps every cause in its own types.
-    with exporting(step.decoder), _silencing_exporter(), torch.no_grad():
+    with (
+        exporting(step.decoder),  # torch's exporter wraps every cause in its own types
+        silenced(logging.ERROR),  # and it logs, prints and warns
+        contextlib.redirect_stdout(io.StringIO()),
+        warnings.catch_warnings(action="ignore"),
+        torch.no_grad(),
+    ):
         make = partial(_export_step, step, weights)
         model: onnx_ir.Model = KEPT_TRACES.get_or_make(fingerprint(step), make)
     own = {name: weight for name, weight in weights.items() if id(weight) in names}
@@ -160,14 +165,6 @@ def _pin_rotary_frequencies(model: Any, capacity: int) -> None:
                 kinds[name] = "default"
             else:
                 module.rope_type = "default"
-
-
-@contextlib.contextmanager
-def _silencing_exporter() -> Iterator[None]:
-    """Drop what the torch exporter prints and logs inside the block."""
-    silent = silenced(logging.ERROR), contextlib.redirect_stdout(io.StringIO())
-    with silent[0], silent[1], warnings.catch_warnings(action="ignore"):
-        yield
 
 
 class UnknownStateError(Exception):
