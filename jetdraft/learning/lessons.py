@@ -243,16 +243,16 @@ class WeightSets:
                 raise refusal
         return arrays
 
-    def change(self, change: Callable[[Choice], Choice | None]) -> None:
+    def change(self, change: Callable[[Choice], Choice | None]) -> bool:
         """Replace the choice under a file lock, and delete unused sets.
 
         `change` returns the next choice, or None to keep it; it may write sets too.
-        Raises `OutputError` or `OSError`.
+        Returns whether it gave one. Raises `OutputError` or `OSError`.
         """
         with locked(self.folder / "lock", wait=True, create=True):
             after = change(self.read_choice())
             if after is None:
-                return
+                return False
             write_text(self.folder / CHOICE_FILE, json.dumps(asdict(after)) + "\n")
             for entry in self.folder.iterdir():  # also what killed processes have left
                 name = entry.name
@@ -261,27 +261,24 @@ class WeightSets:
                     shutil.rmtree(entry, ignore_errors=True)
                 elif name.startswith(f"{CHOICE_FILE}."):
                     entry.unlink(missing_ok=True)
+            return True
 
     def settle(self, name: str, keep: bool) -> bool:
         """End the trial of a set; without `keep` the set before it drafts again.
 
         Returns False if another process was faster. A failure only warns.
         """
-        is_on_trial = False
 
         def settled(now: Choice) -> Choice | None:
-            nonlocal is_on_trial
             if now.name != name or now.before is None:
                 return None
-            is_on_trial = True
             return replace(now, name=name if keep else now.before, before=None)
 
         try:
-            self.change(settled)
+            return self.change(settled)
         except (OSError, JetdraftError) as error:
             warnings.warn(f"no verdict on learned weights ({error})", stacklevel=2)
             return False
-        return is_on_trial
 
     def clear(self) -> None:
         """Delete all sets; the bundle's own weights draft from now on."""

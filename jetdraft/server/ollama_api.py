@@ -143,13 +143,9 @@ def _error(error: Json, status: int) -> Json:
     return {"error": error["error"]["message"]}
 
 
-def _line(event: Json) -> str:
-    return write_event(event) + "\n"
-
-
 CHAT, GENERATE = (
     replace(
-        block_dialect(read, _part, _events, _line, _error),
+        block_dialect(read, _part, _events, lambda e: write_event(e) + "\n", _error),
         begun_calls=False,
         media_type="application/x-ndjson",
     )
