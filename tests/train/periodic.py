@@ -18,10 +18,6 @@ def write_periodic(file: Path) -> Path:
     return file
 
 
-def nothing(progress: Any) -> None:
-    """No report."""
-
-
 def interrupt(step: int) -> Any:
     def report(progress: Any) -> None:
         if progress.step == step:

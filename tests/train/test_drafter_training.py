@@ -24,7 +24,7 @@ from tests import cases, tiny
 from tests.programs import assert_refused, succeed
 from tests.programs import jetdraft as run_jetdraft
 from tests.tiny import SIZES, VOCAB_SIZE, llama_config, save_checkpoint, save_probes
-from tests.train.periodic import QUICK, interrupt, made, nothing
+from tests.train.periodic import QUICK, interrupt, made
 
 LAYERS = 4
 SMALL = ModelSettings(layers=1, hidden_size=32)
@@ -39,9 +39,9 @@ def prepared(target, output, text, settings=SMALL, options=QUICK):
     return made(draft_task.ModelTask, target, output, [text], settings, options)
 
 
-def train(*args, report=nothing):
+def train(*args, **report):
     run = prepared(*args)
-    return run, run.run(report)
+    return run, run.run(**report)
 
 
 @pytest.mark.parametrize("loss", draft_task.LOSSES)

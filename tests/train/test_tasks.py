@@ -37,7 +37,7 @@ from tests import cases
 from tests.programs import ROOT, printed
 from tests.sources import CONFIGS, save
 from tests.tiny import VOCAB_SIZE, llama_config, save_checkpoint
-from tests.train.periodic import PERIOD, interrupt, made, nothing, write_periodic
+from tests.train.periodic import PERIOD, interrupt, made, write_periodic
 
 OPTIONS = TrainingOptions(steps=5, batch_size=2, sequence_length=32, validate_every=2)
 UNSIZED = {"layers": None, "hidden_size": None}
@@ -164,7 +164,7 @@ def weights_of(run) -> dict[str, Tensor]:
 @pytest.mark.parametrize("name", KINDS)
 def test_a_stopped_training_goes_on_as_if_it_had_not_stopped(targets, tmp_path, name):
     whole = prepared(targets, name, tmp_path / "whole")
-    whole.run(nothing)
+    whole.run()
     with pytest.raises(KeyboardInterrupt):
         # No validation follows the third step.
         prepared(targets, name, tmp_path / "cut").run(interrupt(3))
@@ -172,9 +172,9 @@ def test_a_stopped_training_goes_on_as_if_it_had_not_stopped(targets, tmp_path, 
     kind = KINDS[name]
     other = prepared(targets, name, tmp_path / "cut", kind.change)
     with pytest.raises(OutputError, match=rf"other settings.*{kind.changed}"):
-        other.run(nothing)
+        other.run()
     cut = prepared(targets, name, tmp_path / "cut")
-    cut.run(nothing)
+    cut.run()
     assert cut.step == OPTIONS.steps
     one, two = weights_of(whole), weights_of(cut)
     assert one.keys() == two.keys()
@@ -212,7 +212,7 @@ def test_a_loss_that_is_no_number_keeps_what_was_learned(
     monkeypatch.setattr(run.task, "loss", loss)
     message = "the loss of step 3 is not a number; the last good checkpoint is in"
     with pytest.raises(TrainingError, match=message):
-        run.run(nothing)
+        run.run()
     assert all(w.float().isfinite().all() for w in weights_of(run).values())
     assert torch.load(tmp_path / "out" / STATE_FILE, weights_only=True)["step"] == 2
 
@@ -231,7 +231,7 @@ def test_weights_that_are_no_numbers_are_never_saved(targets, tmp_path, name):
         for weight in run.weights.values():
             weight.fill_(torch.nan)
     with pytest.raises(TrainingError, match=r"nothing had been learned.*check the"):
-        run.run(nothing)
+        run.run()
 
 
 @pytest.mark.parametrize("last", ["training.pt", "model.safetensors", "config.json"])
@@ -249,13 +249,13 @@ def test_a_kill_in_the_last_save_is_mended_by_the_next_run(
             raise SystemExit
 
     whole = prepared(targets, "kangaroo", tmp_path / "whole", options=options)
-    whole.run(nothing)
+    whole.run()
     monkeypatch.setattr(RunFolder, "_replace_file", killed)
     with pytest.raises(SystemExit):
-        prepared(targets, "kangaroo", tmp_path / "out", options=options).run(nothing)
+        prepared(targets, "kangaroo", tmp_path / "out", options=options).run()
     monkeypatch.undo()
     mended = prepared(targets, "kangaroo", tmp_path / "out", options=options)
-    mended.run(nothing)
+    mended.run()
     assert names_in(mended) == names_in(whole)
     torch.testing.assert_close(weights_of(mended), weights_of(whole))
 
@@ -280,7 +280,7 @@ def stopped(kept, tmp_path) -> Path:
 def test_an_interrupt_of_the_first_validation_can_be_gone_on_from(targets, stopped):
     assert json.loads((stopped / "streams.json").read_text())["step"] == 0
     run = prepared(targets, "stream", stopped)
-    run.run(nothing)
+    run.run()
     assert run.step == OPTIONS.steps
 
 
@@ -291,7 +291,7 @@ def test_a_damaged_state_is_refused(targets, stopped, content):
         (stopped / STATE_FILE).write_bytes(content)
     before = (stopped / "streams.safetensors").read_bytes()
     with pytest.raises(OutputError, match="another folder"):
-        prepared(targets, "stream", stopped).run(nothing)
+        prepared(targets, "stream", stopped).run()
     assert (stopped / "streams.safetensors").read_bytes() == before
 
 
@@ -299,7 +299,7 @@ def test_other_data_and_another_target_do_not_go_on(targets, stopped, tmp_path):
     other = tmp_path / "text.txt"
     other.write_text(PERIOD * 101)
     with pytest.raises(OutputError, match=r"other settings \(data\)"):
-        prepared(targets, "stream", stopped, data=other).run(nothing)
+        prepared(targets, "stream", stopped, data=other).run()
     for name in (STATE_FILE, "streams.json", "streams.safetensors"):
         (stopped / name).unlink()
     with pytest.raises(CheckpointError, match="let it go on"):
@@ -309,7 +309,7 @@ def test_other_data_and_another_target_do_not_go_on(targets, stopped, tmp_path):
     kind = KINDS["stream"]
     run = made(kind.task, str(target), stopped, [text], kind.settings, OPTIONS)
     with pytest.raises(OutputError, match="holds another target"):
-        run.run(nothing)
+        run.run()
 
 
 def test_outputs_that_cannot_be_written(targets, tmp_path):
@@ -343,7 +343,7 @@ def test_the_target_writes_what_is_missing(targets, tmp_path, name):
         for way, of_way in texts.items()
     }
     assert (len(kept["alone"]), kept["all"]) == (1, [])
-    run.run(nothing)
+    run.run()
     assert not (tmp_path / "all" / "written").exists()
 
 
@@ -426,7 +426,7 @@ def test_two_processes_learn_what_one_learns(targets, tmp_path, monkeypatch):
     printed(*command, env=environment, timeout=240)
     for name in TOGETHER:
         one = alike(name, target, text, tmp_path / "one" / name)
-        one.run(nothing)
+        one.run()
         expected = weights_of(one)
         one.folder.path = tmp_path / "two" / name
         for key, tensor in weights_of(one).items():
@@ -440,6 +440,6 @@ def test_processes_that_would_be_alone_are_refused(targets, tmp_path, monkeypatc
     monkeypatch.setenv("WORLD_SIZE", "2")
     run = prepared(targets, "draft", tmp_path / "out")
     with pytest.raises(OptionError, match="2 processes were started, and each"):
-        run.run(nothing)
+        run.run()
     with pytest.raises(OptionError, match="ACCELERATE_USE_CPU=true"):
         prepared(targets, "draft", tmp_path / "out", {"regenerate": True})

@@ -28,7 +28,7 @@ from tests.export.test_adapters import save_adapter
 from tests.programs import python
 from tests.tiny import drafter_config, exported, llama_config, save_checkpoint
 from tests.toy_drafter import save_drafter
-from tests.train.periodic import PERIOD, made, nothing, write_periodic
+from tests.train.periodic import PERIOD, made, write_periodic
 
 TEXT = torch.arange(1, 65)
 QUICK = TrainingOptions(steps=12, batch_size=2, sequence_length=48, validate_every=12)
@@ -289,7 +289,7 @@ def test_idle_priority():
 def world(target, tmp_path_factory):
     folder = tmp_path_factory.mktemp("world")
     text = write_periodic(folder / "text.txt")
-    made(EagleTask, target, folder / "head", [text], SETTINGS, QUICK).run(nothing)
+    made(EagleTask, target, folder / "head", [text], SETTINGS, QUICK).run()
     adapter = save_adapter(target, folder / "a", r=2, target_modules=["q_proj"])
     options = {"drafter_recipe": "int8-rtn", "capacity": 128, "max_width": 32}
     options["adapters"] = (f"a={adapter}",)
