@@ -122,6 +122,10 @@ class DraftModule(nn.Module):
     def __init__(self, config: HeadConfig, target: Any = None) -> None:
         super().__init__()
         self.config, self.ids = config, None
+        # Others have ends of their own, or only one of the target's.
+        if self.architecture or self.has_own_matrices:
+            self.embed_tokens = target.get_input_embeddings()
+            self.lm_head = target.get_output_embeddings()
 
     @classmethod
     def recognizes(cls, files: HeadFiles) -> bool:

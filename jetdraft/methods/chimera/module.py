@@ -31,8 +31,6 @@ class Chimera(DraftModule):
 
     def __init__(self, config: head_layers.HeadConfig, target: Any) -> None:
         super().__init__(config, target)
-        self.embed_tokens = target.get_input_embeddings()
-        self.lm_head = target.get_output_embeddings()
         self.stack = head_layers.make_layers(config)
         width = config.hidden_size
         wide = ROW_TOKENS * width

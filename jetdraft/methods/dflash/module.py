@@ -63,8 +63,6 @@ class Dflash(BlockDrafter):
 
     def __init__(self, config: BlockConfig, target: Any) -> None:
         super().__init__(config, target)
-        self.embed_tokens = target.get_input_embeddings()
-        self.lm_head = target.get_output_embeddings()
         joined = len(config.taps) * config.target_hidden_size
         self.fc = nn.Linear(joined, config.hidden_size, bias=False)
         self.hidden_norm = self.stack.norm(config.hidden_size)

@@ -78,8 +78,6 @@ class Eagle(DraftModule):
 
     def __init__(self, config: EagleConfig, target: Any) -> None:
         super().__init__(config, target)
-        self.embed_tokens = target.get_input_embeddings()
-        self.lm_head = target.get_output_embeddings()
         self.stack = self._make_stack(target)
         width, norm = config.hidden_size, self.stack.norm
         of_taps = config.target_hidden_size * len(config.taps)

@@ -64,8 +64,6 @@ class Falcon(DraftModule):
 
     def __init__(self, config: HeadConfig, target: Any) -> None:
         super().__init__(config, target)
-        self.embed_tokens = target.get_input_embeddings()
-        self.lm_head = target.get_output_embeddings()
         self.recurrence = Recurrence(config.hidden_size)
         self.stack = make_layers(config)
         self.attend_with("sdpa")

@@ -46,8 +46,6 @@ class Glide(DraftModule):
 
     def __init__(self, config: head_layers.HeadConfig, target: Any) -> None:
         super().__init__(config, target)
-        self.embed_tokens = target.get_input_embeddings()
-        self.lm_head = target.get_output_embeddings()
         self.stack = head_layers.make_layers(config)
         rotary: Any = getattr(target.get_decoder(), "rotary_emb", None)
         row = torch.zeros(1, 1)

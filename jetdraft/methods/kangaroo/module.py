@@ -24,7 +24,7 @@ class Kangaroo(draft_module.DraftModule):
 
     def __init__(self, config: HeadConfig, target: Any) -> None:
         super().__init__(config, target)
-        self.lm_head = target.get_output_embeddings()
+        del self.embed_tokens  # it reads states alone
         self.stack = make_layers(config)
         del self.first_layer.mlp, self.first_layer.post_attention_layernorm
         self.norm = self.stack.norm(config.hidden_size)
