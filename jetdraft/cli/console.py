@@ -60,13 +60,6 @@ def _read_limited(name: str, read: Callable[[int], str]) -> str:
     return text
 
 
-def read_prompt(text: str | None, file: Path | None) -> str:
-    """The prompt: `text`, standard input for "-", or a file; raises `UsageError`."""
-    if (text is None) == (file is None):
-        raise click.UsageError("give one prompt: TEXT, --prompt or --prompt-file")
-    return text if text is not None and text != "-" else read_input(file)
-
-
 def read_prompts(file: Path | None, model: Model) -> list[Int64s]:
     """The prompts in a file of JSON lines with "prompt" or "token_ids", int64 each.
 

@@ -6,7 +6,7 @@ import click
 
 from jetdraft.cli import flags
 from jetdraft.cli.command import Command, option
-from jetdraft.cli.console import announce_first_run, print_generation, read_prompt
+from jetdraft.cli.console import announce_first_run, print_generation, read_input
 from jetdraft.errors import OptionError
 from jetdraft.runtime.model import load
 from jetdraft.runtime.passes.opener import LoadOptions
@@ -56,7 +56,11 @@ def command(
     """
     if text is not None and prompt is not None:
         raise click.UsageError("give the prompt once, as TEXT or with --prompt")
-    text = read_prompt(prompt if text is None else text, prompt_file)
+    text = prompt if text is None else text
+    if (text is None) == (prompt_file is None):
+        raise click.UsageError("give one prompt: TEXT, --prompt or --prompt-file")
+    if text is None or text == "-":
+        text = read_input(prompt_file)
     model = load(bundle, **runtime)
     announce_first_run(model)
     fields = flags.with_defaults(options, model)

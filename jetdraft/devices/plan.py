@@ -242,8 +242,10 @@ class Board:
     drafter: LoadedDecoder | None
     efficiency: Efficiency
 
-    def pass_ms(self, width: int) -> float:
-        return self._pass_ms(self.target, width)
+    def pass_ms(self, width: int, decoder: LoadedDecoder | None = None) -> float:
+        """Predict the ms of a pass of a decoder, by default the target's."""
+        own = decoder or self.target
+        return own.pass_ms(width, self.context, self.mode, self.efficiency)
 
     def choices(
         self, methods: tuple[MethodCost, ...], acceptance: float
@@ -276,7 +278,7 @@ class Board:
     def _draft_ms(self, cost_kind: str, levels: list[tuple[int, float]]) -> float:
         """Predict the ms of a draft; `levels` are from `expected_levels`."""
         if cost_kind == DRAFTER and self.drafter is not None:
-            return sum(self._pass_ms(self.drafter, rows) for rows, _ in levels)
+            return sum(self.pass_ms(rows, self.drafter) for rows, _ in levels)
         if cost_kind != PROBES:
             return 0.0
         # Each row carries a probe per level, which run through the top layers and head.
@@ -286,9 +288,6 @@ class Board:
         part = (share * layers + sizes.head) / (layers + sizes.head)
         probes = (1 + sum(rows for rows, _ in levels)) * len(levels)
         return probes * part * self.target.row_ms(self.mode, self.efficiency)
-
-    def _pass_ms(self, decoder: LoadedDecoder, width: int) -> float:
-        return decoder.pass_ms(width, self.context, self.mode, self.efficiency)
 
 
 def expected_levels(rows: int, rate: float, branching: bool) -> list[tuple[int, float]]:

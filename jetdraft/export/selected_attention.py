@@ -104,7 +104,8 @@ class SelectedAttention:
         last = branch("Cast", self.node.inputs[5], to=ir.DataType.INT64)
         end = branch("Add", last, branch.vector(1))
         start = branch("Sub", end, count)
-        rows = (self._by_head(branch, own) for own in (key, value))
+        own = (branch.reshape(x, 1, -1, self.kv_heads, self.size) for x in (key, value))
+        rows = (branch("Transpose", split, perm=[0, 2, 1, 3]) for split in own)
         pairs = zip(self.node.inputs[3:5], rows, strict=True)
         keys, values = (branch("TensorScatter", *p, start, axis=2) for p in pairs)
         queries = branch.reshape(query, 1, -1, self.kv_heads, self.groups, self.size)
@@ -151,10 +152,6 @@ class SelectedAttention:
         interleaved = self.node.attributes.get_int("rotary_interleaved", 0)
         how: Any = {"domain": CONTRIB_DOMAIN, "interleaved": interleaved}
         return branch("RotaryEmbedding", *inputs, **how)
-
-    def _by_head(self, branch: Branch, rows: Value) -> Value:
-        split = branch.reshape(rows, 1, -1, self.kv_heads, self.size)
-        return branch("Transpose", split, perm=[0, 2, 1, 3])
 
     def _scores(self, branch: Branch, queries: Value, keys: Value) -> Value:
         how: Any = {"domain": CONTRIB_DOMAIN, "transB": 1, "alpha": float(self.scale)}
