@@ -148,9 +148,8 @@ class Measures:
         if not recipe.needs_moments and (options.fast or not wanted):
             return {}
         if name not in self._moments:
-            given = checkpoint.model, self.windows, not recipe.needs_moments
-            tell = partial(self.report, f"measure the {name}'s inputs")
-            self._moments[name] = second_moments(*given, tell)
+            model, diagonal = checkpoint.model, not recipe.needs_moments
+            self._moments[name] = second_moments(model, self.windows, diagonal)
         return self._moments[name]
 
     def settle_recipes(self) -> ExportOptions:

@@ -4,7 +4,7 @@ quantized matrices move a model from itself, as KL divergence.
 
 import math
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -64,13 +64,10 @@ class Windows:
 
 
 def second_moments(
-    model: Any,
-    windows: Windows,
-    diagonal: bool = False,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    model: Any, windows: Windows, diagonal: bool = False
 ) -> dict[str, Floats]:
     """Sum x x^T by weight name: float32 [rows, rows], or [rows] of the `diagonal`."""
-    sums: dict[str, Tensor] = {}
+    sums: dict[str, Floats] = {}
     # Layers that read the same tensor, for example q, k and v, share one sum.
     owners: dict[str, str] = {}
     last, owner = torch.empty(0), ""
@@ -80,13 +77,8 @@ def second_moments(
         if inputs is not last:
             last, owner = inputs, name
             rows = inputs.reshape(-1, inputs.shape[-1]).float()
-            if name not in sums:
-                width = rows.shape[1]
-                sums[name] = torch.zeros((width,) if diagonal else (width, width))
-            if diagonal:
-                sums[name] += rows.square().sum(0)
-            else:
-                sums[name].addmm_(rows.T, rows)  # in place: they are large
+            moments = (rows.square().sum(0) if diagonal else rows.T @ rows).numpy()
+            sums[name] = sums[name] + moments if name in sums else moments
         owners[name] = owner
 
     def hook(name: str) -> Any:
@@ -97,11 +89,9 @@ def second_moments(
             if isinstance(module, torch.nn.Linear):
                 watched = module.register_forward_pre_hook(hook(f"{name}.weight"))
                 hooks.enter_context(watched)
-        for done, ids in enumerate(windows.ids, start=1):
+        for ids in windows.ids:
             model(input_ids=ids[None], use_cache=False)
-            progress(done, len(windows.ids))
-    arrays = {owner: moments.numpy() for owner, moments in sums.items()}
-    return {name: arrays[owner] for name, owner in owners.items()}
+    return {name: sums[owner] for name, owner in owners.items()}
 
 
 @contextmanager

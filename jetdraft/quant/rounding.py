@@ -5,7 +5,6 @@ error wins. Weights are second moments of inputs, or llama.cpp's guess without m
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -14,8 +13,6 @@ from torch import Tensor
 from jetdraft.quant.blocks import Bytes, Floats
 
 COLUMNS_AT_ONCE = 256  # Rounded together: they stay in the cache.
-GPTQ_COLUMNS = 4096  # The same, where errors are corrected.
-DAMPING = 0.01  # Share of the mean second moment that is added; that of GPTQ's paper.
 # What is added to the largest integer, to try other scales.
 AFFINE_TRIES = torch.arange(-1.0, 1.05, 0.125)
 SYMMETRIC_TRIES = torch.arange(-0.9, 0.95, 0.15)
@@ -23,113 +20,17 @@ SYMMETRIC_TRIES = torch.arange(-0.9, 0.95, 0.15)
 _TINY = 1e-30
 
 
-class Steps(NamedTuple):
-    """The numbers of equal blocks: integers from `low` to `high` times scale + minimum.
-
-    `scale` and `minimum` are [columns, blocks]; `pack` makes a type's bytes uint8
-    [columns, blocks of the type, bytes] of integers less `low`, uint8 [columns, rows].
-    """
-
-    scale: Tensor
-    minimum: Tensor
-    low: int
-    high: int
-    pack: Callable[[Bytes], Bytes]
-
-    def round(self, x: Tensor) -> Bytes:
-        """Round x [columns, rows] to the nearest integers, less `low`."""
-        blocks = x.view(*self.scale.shape, -1)
-        nearest = self._nearest(blocks, self.scale[..., None], self.minimum[..., None])
-        return (nearest - self.low).to(torch.uint8).view(x.shape).numpy()
-
-    def round_and_correct(self, x: Tensor, inverse: Tensor) -> Bytes:
-        """Round x [columns, rows] input by input, and let later inputs correct errors.
-
-        `inverse` [rows, all rows from these on] is of `inverse_factor`; `x` [columns,
-        all rows from these on] is changed. GPTQ (2210.17323).
-        """
-        blocks, rows = self.scale.shape[1], len(inverse)
-        integers = torch.zeros(len(x), rows, dtype=torch.uint8)
-        for block, first in enumerate(range(0, rows, rows // blocks)):
-            end = first + rows // blocks
-            scale, minimum = self.scale[:, block], self.minimum[:, block]
-            part = x[:, first:end]
-            errors = torch.zeros_like(part)
-            for place, at in enumerate(range(first, end)):
-                row = inverse[at, at:end]
-                nearest = self._nearest(part[:, place], scale, minimum)
-                error = (part[:, place] - nearest * scale - minimum) / row[0]
-                part[:, place:] -= error[:, None] * row
-                integers[:, at] = (nearest - self.low).to(torch.uint8)
-                errors[:, place] = error
-            x[:, end:] -= errors @ inverse[first:end, end:]
-        return integers.numpy()
-
-    def _nearest(self, x: Tensor, scale: Tensor, minimum: Tensor) -> Tensor:
-        steps = torch.where(scale == 0, torch.inf, scale)
-        return ((x - minimum) / steps).round_().clamp_(self.low, self.high)
-
-
-# Finds the steps of whole blocks [columns, rows], by the rows' moments or None.
-Rounder = Callable[[Tensor, Tensor | None], Steps]
-
-
 def round_to_grid(matrix: Floats, grid: str, moments: Floats | None = None) -> Bytes:
     """The bytes uint8 [columns, bytes] of a float matrix [rows, columns] as `grid`.
 
-    `moments` are of the inputs: float [rows], or [rows, rows] for GPTQ. Zeros fill the
-    rows up to whole blocks.
+    `moments` float [rows] are of the inputs; zeros fill the rows up to whole blocks.
     """
-    size, fit = block_rows(grid), _ROUNDERS[grid]
-    spare = -len(matrix) % size
+    spare = -len(matrix) % (256 if grid.endswith("K") else 32)
     columns = torch.from_numpy(np.pad(matrix, ((0, spare), (0, 0)))).T.float()
-    given = inverse = None
-    if moments is not None:
-        diagonal = moments if moments.ndim == 1 else moments.diagonal()
-        given = torch.from_numpy(np.pad(diagonal, (0, spare)))
-        if moments.ndim == 2:
-            inverse = inverse_factor(moments, columns.shape[1], torch.float)
-
-    def pack(part: Tensor) -> Bytes:
-        if inverse is None:
-            steps = fit(part, given)
-            return steps.pack(steps.round(part))
-        assert given is not None
-        packed = []
-        for start in range(0, part.shape[1], size):
-            own = slice(start, start + size)
-            steps = fit(part[:, own].contiguous(), given[own])
-            corrected = steps.round_and_correct(part[:, start:], inverse[own, start:])
-            packed.append(steps.pack(corrected))
-        return np.concatenate(packed, axis=1)
-
-    count = COLUMNS_AT_ONCE if inverse is None else GPTQ_COLUMNS
-    parts = [pack(part.contiguous()) for part in torch.split(columns, count)]
-    return np.concatenate(parts).reshape(columns.shape[0], -1)
-
-
-def block_rows(grid: str) -> int:
-    """The numbers of a block, or super-block, of a type."""
-    return 256 if grid.endswith("K") else 32
-
-
-def inverse_factor(moments: Floats, size: int, dtype: torch.dtype) -> Tensor:
-    """The upper Cholesky factor of the damped moments' inverse, [size, size].
-
-    `moments` [rows, rows] are the sums of x x^T over the inputs x.
-    """
-    whole = torch.zeros(size, size, dtype=dtype)
-    rows = len(moments)
-    whole[:rows, :rows] = torch.from_numpy(moments)
-    diagonal = whole.diagonal()
-    # Inputs that are always 0, and the filling of the last block, correct no errors.
-    diagonal += DAMPING * diagonal[:rows].mean() + (diagonal == 0).double()
-    # From the last input to the first: H = R R^T with an upper R, and H^-1 = U^T U
-    # with U = R^-1.
-    upper = torch.linalg.cholesky(whole.flip(0, 1)).flip(0, 1)
-    eye = torch.eye(size, dtype=dtype)
-    inverse: Tensor = torch.linalg.solve_triangular(upper, eye, upper=True)
-    return inverse
+    given = None if moments is None else torch.from_numpy(np.pad(moments, (0, spare)))
+    parts = torch.split(columns, COLUMNS_AT_ONCE)
+    rounded = [_ROUNDERS[grid](part.contiguous(), given) for part in parts]
+    return np.concatenate(rounded).reshape(columns.shape[0], -1)
 
 
 def _weights(x: Tensor, given: Tensor | None, size: int) -> Tensor:
@@ -186,6 +87,13 @@ def _fit_affine(x: Tensor, weights: Tensor, largest: int) -> tuple[Tensor, Tenso
     return scale[..., 0], minimum[..., 0]
 
 
+def _integers(x: Tensor, scale: Tensor, minimum: Tensor, low: int, high: int) -> Bytes:
+    """x as integers of a scale and a minimum, less the lower bound, as uint8."""
+    steps = torch.where(scale == 0, torch.inf, scale)[..., None]
+    nearest = ((x - minimum[..., None]) / steps).round_().clamp_(low, high)
+    return (nearest - low).to(torch.uint8).numpy()
+
+
 def _half_bytes(numbers: Tensor) -> tuple[Tensor, Bytes]:
     """Numbers rounded to halves, and the halves' bytes on a new last axis."""
     halves = numbers.half()
@@ -199,11 +107,11 @@ def _pair_halves(integers: Bytes) -> Bytes:
     return pairs
 
 
-def _flat(bits: int, affine: bool) -> Rounder:
-    """Q4_0, Q4_1, Q5_0, Q5_1 or Q8_0."""
+def _flat(bits: int, affine: bool) -> Callable[[Tensor, Tensor | None], Bytes]:
+    """The rounder of Q4_0, Q4_1, Q5_0, Q5_1 or Q8_0."""
     lowest = 0 if affine else -(1 << (bits - 1))
 
-    def fit(columns: Tensor, given: Tensor | None) -> Steps:
+    def rounded(columns: Tensor, given: Tensor | None) -> Bytes:
         x = columns.view(len(columns), -1, 32)
         weights = _weights(x, given, 32)
         minimum = torch.zeros(x.shape[:2])
@@ -217,24 +125,20 @@ def _flat(bits: int, affine: bool) -> Rounder:
         if affine:
             minimum, stored = _half_bytes(minimum)
             parts.append(stored)
+        integers = _integers(x, scale, minimum, lowest, lowest + (1 << bits) - 1)
+        if bits == 8:
+            return np.concatenate([*parts, integers ^ 128], -1)
+        if bits == 5:
+            parts.append(np.packbits(integers >> 4, axis=-1, bitorder="little"))
+        return np.concatenate([*parts, _pair_halves(integers)], -1)
 
-        def pack(integers: Bytes) -> Bytes:
-            integers = integers.reshape(x.shape)
-            if bits == 8:
-                return np.concatenate([*parts, integers ^ 128], -1)
-            high = np.packbits(integers >> 4, axis=-1, bitorder="little")
-            both = *parts, *[high] * (bits == 5), _pair_halves(integers)
-            return np.concatenate(both, -1)
-
-        return Steps(scale, minimum, lowest, lowest + (1 << bits) - 1, pack)
-
-    return fit
+    return rounded
 
 
-def _super(bits: int) -> Rounder:
-    """Q4_K or Q5_K, whose scales and minima have 6 bits."""
+def _super(bits: int) -> Callable[[Tensor, Tensor | None], Bytes]:
+    """The rounder of Q4_K or Q5_K, whose scales and minima have 6 bits."""
 
-    def fit(columns: Tensor, given: Tensor | None) -> Steps:
+    def rounded(columns: Tensor, given: Tensor | None) -> Bytes:
         x = columns.view(len(columns), -1, 32)
         scale, minimum = _fit_affine(x, _weights(x, given, 32), (1 << bits) - 1)
         factors, steps, halves = [], [], []
@@ -246,30 +150,30 @@ def _super(bits: int) -> Rounder:
             factors.append(factor.to(torch.uint8).numpy())
             steps.append((factor * unit).view(scale.shape))
             halves.append(stored[..., 0, :])
+        integers = _integers(x, steps[0], -steps[1], 0, (1 << bits) - 1)
+        integers = integers.reshape(len(x), -1, 8, 32)
         s, m = factors
         packed = [
             s[..., :4] | s[..., 4:] >> 4 << 6,
             m[..., :4] | m[..., 4:] >> 4 << 6,
             s[..., 4:] & 15 | (m[..., 4:] & 15) << 4,
         ]
+        parts = [*halves, *packed]
+        if bits == 5:
+            high = np.packbits(integers >> 4, axis=2, bitorder="little")
+            parts.append(high[..., 0, :])
+        pairs = integers.reshape(*integers.shape[:2], 4, 64)
+        parts.append(_pair_halves(pairs).reshape(*integers.shape[:2], -1))
+        return np.concatenate(parts, -1)
 
-        def pack(integers: Bytes) -> Bytes:
-            integers = integers.reshape(len(x), -1, 8, 32)
-            high = np.packbits(integers >> 4, axis=2, bitorder="little")[..., 0, :]
-            pairs = integers.reshape(*integers.shape[:2], 4, 64)
-            low = _pair_halves(pairs).reshape(*integers.shape[:2], -1)
-            return np.concatenate([*halves, *packed, *[high] * (bits == 5), low], -1)
-
-        return Steps(steps[0], -steps[1], 0, (1 << bits) - 1, pack)
-
-    return fit
+    return rounded
 
 
-def _halves(bits: int) -> Rounder:
-    """Q3_K or Q6_K: sixteen half blocks with a scale in 6 or 8 bits."""
+def _halves(bits: int) -> Callable[[Tensor, Tensor | None], Bytes]:
+    """The rounder of Q3_K or Q6_K: sixteen half blocks with a scale in 6 or 8 bits."""
     lowest, reach = -(1 << (bits - 1)), 32 if bits == 3 else 128
 
-    def fit(columns: Tensor, given: Tensor | None) -> Steps:
+    def rounded(columns: Tensor, given: Tensor | None) -> Bytes:
         x = columns.view(len(columns), -1, 16)
         scale = _fit_symmetric(x, _weights(x, given, 16), lowest).view(len(x), -1, 16)
         peak = scale.gather(-1, scale.abs().argmax(-1, keepdim=True))
@@ -277,30 +181,33 @@ def _halves(bits: int) -> Rounder:
         factor = (scale / torch.where(unit == 0, torch.inf, unit)).round_()
         factor = factor.clamp_(-reach, reach - 1)
         step = (factor * unit).view(len(x), -1)
+        integers = _integers(x, step, torch.zeros_like(step), lowest, -1 - lowest)
+        twos = np.array([0, 2, 4, 6], np.uint8)[:, None]
+        shape = (*stored.shape[:2], -1)
+        if bits == 3:
+            eights = integers.reshape(*shape[:2], 8, 32)
+            high = np.packbits(eights >> 2, axis=2, bitorder="little")
+            halves = eights.reshape(*shape[:2], 2, 4, 32) & 3
+            low = np.bitwise_or.reduce(halves << twos, axis=-2)
+            u = (factor + reach).to(torch.uint8).numpy()
+            fours = u.reshape(*shape[:2], 4, 4) >> 4
+            parts = [
+                high,
+                low,
+                _pair_halves(u),
+                np.bitwise_or.reduce(fours << twos, -2),
+            ]
+        else:
+            halves = integers.reshape(*shape[:2], 2, 4, 32)
+            low = halves[..., :2, :] & 15 | (halves[..., 2:, :] & 15) << 4
+            high = np.bitwise_or.reduce(halves >> 4 << twos, axis=-2)
+            parts = [low, high, factor.to(torch.int8).numpy().view(np.uint8)]
+        return np.concatenate([part.reshape(shape) for part in (*parts, stored)], -1)
 
-        def pack(integers: Bytes) -> Bytes:
-            twos = np.array([0, 2, 4, 6], np.uint8)[:, None]
-            shape = (*stored.shape[:2], -1)
-            parts = integers.reshape(*shape[:2], 2, 4, 32)
-            if bits == 3:
-                eight = parts.reshape(*shape[:2], 8, 32) >> 2
-                high = np.packbits(eight, axis=2, bitorder="little")
-                low = np.bitwise_or.reduce((parts & 3) << twos, axis=-2)
-                u = (factor + reach).to(torch.uint8).numpy()
-                fours = (u >> 4).reshape(*shape[:2], 4, 4) << twos
-                fields = [high, low, _pair_halves(u), np.bitwise_or.reduce(fours, -2)]
-            else:
-                low = parts[..., :2, :] & 15 | (parts[..., 2:, :] & 15) << 4
-                high = np.bitwise_or.reduce(parts >> 4 << twos, axis=-2)
-                fields = [low, high, factor.to(torch.int8).numpy().view(np.uint8)]
-            return np.concatenate([f.reshape(shape) for f in (*fields, stored)], -1)
-
-        return Steps(step, torch.zeros_like(step), lowest, -1 - lowest, pack)
-
-    return fit
+    return rounded
 
 
-_ROUNDERS: dict[str, Rounder] = {
+_ROUNDERS: dict[str, Callable[[Tensor, Tensor | None], Bytes]] = {
     "Q4_0": _flat(4, affine=False),
     "Q4_1": _flat(4, affine=True),
     "Q5_0": _flat(5, affine=False),

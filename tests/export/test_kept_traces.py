@@ -65,18 +65,6 @@ def other_contract(step, **sizes):
     step.contract = replace(step.contract, **sizes)
 
 
-def other_buffer(step):
-    step.model.model.rotary_emb.inv_freq[0] += 1e-3
-
-
-def other_ids(step):
-    step.ids = torch.arange(9)
-
-
-def other_type(step):
-    step.model.lm_head.weight.data = step.model.lm_head.weight.data.half()
-
-
 def untied(step):
     head = step.model.lm_head
     head.weight = torch.nn.Parameter(head.weight.detach().clone())
@@ -95,9 +83,9 @@ CHANGES = {
     "hook": partial(hook, number=2.0),
     "number": partial(hook, number=3.0),
     "partial": lambda step: setattr(step, "part", partial(print, 1)),
-    "buffer": other_buffer,
-    "ids": other_ids,
-    "type": other_type,
+    "buffer": lambda step: step.model.model.rotary_emb.inv_freq[0].add_(1e-3),
+    "ids": lambda step: setattr(step, "ids", torch.arange(9)),
+    "type": lambda step: step.model.lm_head.half(),
     "tied": untied,
 }
 
