@@ -36,7 +36,7 @@ _FACTORS = MappingProxyType({**_MINIMUM, 4: b"\1\1\1\1\0\0\0\0\1\1\1\1"})
 _BYTE_FACTORS = MappingProxyType({192: bytes([1] * 16), 208: _ONE})
 # Sixteen factors in 6 bits each, less 32, before the scale.
 _SHORT_FACTORS = MappingProxyType({96: b"\x11" * 8 + b"\xaa" * 4, 108: _ONE})
-# Integers are split into planes of so many bits, the low bits first.
+# The bits of the planes that integers are split into, the low bits first.
 _PLANES = {3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 8: (8,)}
 # The first bits of quads in a byte of three bits' planes, which are read in pairs.
 _PAIRED = {2: (0, 4, 2, 6), 1: (0, 4, 1, 5, 2, 6, 3, 7)}

@@ -188,15 +188,10 @@ def _halves(bits: int) -> Callable[[Tensor, Tensor | None], Bytes]:
             eights = integers.reshape(*shape[:2], 8, 32)
             high = np.packbits(eights >> 2, axis=2, bitorder="little")
             halves = eights.reshape(*shape[:2], 2, 4, 32) & 3
-            low = np.bitwise_or.reduce(halves << twos, axis=-2)
+            low: Bytes = np.bitwise_or.reduce(halves << twos, axis=-2)
             u = (factor + reach).to(torch.uint8).numpy()
-            fours = u.reshape(*shape[:2], 4, 4) >> 4
-            parts = [
-                high,
-                low,
-                _pair_halves(u),
-                np.bitwise_or.reduce(fours << twos, -2),
-            ]
+            fours = u.reshape(*shape[:2], 4, 4) >> 4 << twos
+            parts = [high, low, _pair_halves(u), np.bitwise_or.reduce(fours, -2)]
         else:
             halves = integers.reshape(*shape[:2], 2, 4, 32)
             low = halves[..., :2, :] & 15 | (halves[..., 2:, :] & 15) << 4
