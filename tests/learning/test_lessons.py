@@ -314,25 +314,13 @@ def test_another_tokenizer_is_refused(kind, tmp_path):
     assert kind.tokens(kind.open(tmp_path)) == [5]
 
 
-def damage_header(content):
-    content[:60] = b"x" * 60
-
-
-def damage_middle(content):
-    content[4096:8096] = b"x" * 4000
-
-
-def damage_by_zeros(content):
-    content[:] = bytes(len(content))
-
-
-@pytest.mark.parametrize("damage", [damage_header, damage_middle, damage_by_zeros])
-def test_a_damaged_file_is_moved_aside(kind, tmp_path, damage):
+@cases("first, last, fill", (0, 60, b"x"), (4096, 8096, b"x"), (0, None, b"\0"))
+def test_a_damaged_file_is_moved_aside(kind, tmp_path, first, last, fill):
     store, file = kind.open(tmp_path), tmp_path / kind.name
     for token in range(50):
         kind.add(store, token, size=500)
     content = bytearray(file.read_bytes())
-    damage(content)
+    content[first:last] = fill * len(content[first:last])
     for number in ("", "-2"):
         file.write_bytes(content)
         with pytest.warns(UserWarning, match="is damaged; it was moved"):
@@ -362,25 +350,20 @@ def test_random_damage_never_ends_in_anything_else(kind, tmp_path):
                 kind.add(kind.open(tmp_path), 5)
 
 
-def as_database(file):
-    with sqlite3.connect(file) as database:
+def other_database():
+    with closing(sqlite3.connect(":memory:")) as database:
         database.execute("create table notes (text)")
+        return database.serialize()
 
 
-def as_text(file):
-    file.write_text("what I have to do\n" * 10)
+TEXT, ZEROS_AND_MORE = b"what I have to do\n" * 10, bytes(5000) + b"precious"
 
 
-def as_zeros_and_more(file):
-    file.write_bytes(bytes(5000) + b"precious")
-
-
-@pytest.mark.parametrize("make", [as_database, as_text, as_zeros_and_more])
-def test_what_is_something_else_is_left_alone(kind, tmp_path, make):
+@pytest.mark.parametrize("before", [other_database(), TEXT, ZEROS_AND_MORE])
+def test_what_is_something_else_is_left_alone(kind, tmp_path, before):
     file = tmp_path / kind.name
-    make(file)
+    file.write_bytes(before)
     file.chmod(0o644)
-    before = file.read_bytes()
     with pytest.raises(StoreError, match="not a store of responses; choose another"):
         kind.open(tmp_path)
     assert file.read_bytes() == before

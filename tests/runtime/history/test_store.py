@@ -3,7 +3,6 @@ import time
 import tracemalloc
 from collections import Counter, defaultdict
 from contextlib import closing
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -58,15 +57,6 @@ def test_entries_come_back_latest_first(store, tmp_path):
     assert prompts(open_store(tmp_path)) == [[6], [5, 70000]]
     again = open_store(tmp_path).entries[1]
     assert (again.response, again.vector.tolist()) == ([9], vector.tolist())
-
-
-def test_users_do_not_see_each_other(tmp_path):
-    open_store(tmp_path, user="ann").add(entry(5))
-    bob = open_store(tmp_path, user="bob")
-    assert bob.entries == []
-    bob.add(entry(6))
-    assert bob.clear() == 1
-    assert prompts(open_store(tmp_path, user="ann")) == [[5]]
 
 
 def test_one_file_serves_several_users(tmp_path):
@@ -165,13 +155,6 @@ def test_a_user_must_be_a_name_and_the_file_in_a_folder(tmp_path):
         open_store(tmp_path, user="\udcff")
     with pytest.raises(StoreError, match="cannot write"):
         open_store(tmp_path / "missing")
-
-
-def test_a_failure_while_keeping_stops_nothing(store, monkeypatch):
-    full = Mock(side_effect=sqlite3.OperationalError("database or disk is full"))
-    monkeypatch.setattr(store, "_write_entry", full)
-    with pytest.warns(UserWarning, match="could not be kept"):
-        store.add(entry(5))
 
 
 def test_a_response_that_is_a_text_is_replaced(store, tmp_path):
