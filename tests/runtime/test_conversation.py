@@ -177,11 +177,6 @@ def test_messages_that_are_none_are_refused(talker, messages):
         talker.chat(messages)
 
 
-def test_without_a_template_a_chat_is_refused(model):
-    with pytest.raises(OptionError, match="no chat template"):
-        model.chat([user_message("hello")])
-
-
 def test_a_turn_that_never_began_says_nothing(talker):
     talk = Conversation(talker, **OPTIONS)
     other = talker.stream("a", max_new_tokens=50, ignore_eos=True)
@@ -250,6 +245,26 @@ def test_width_one_is_used_only_when_not_exact(model):
     assert set(widths[1:]) == {1}
 
 
+WRONG_VALUES = (
+    ({"max_new_tokens": 0}, "1 or more"),
+    ({"logit_bias": {"a": 1.0}}, "ids of tokens"),
+    ({"logit_bias": {1: float("nan")}}, "not a number"),
+    ({"logit_bias": [1]}, "is not a mapping"),
+    ({"logit_bias": {288: 1.0}}, "outside the vocabulary"),
+    ({"repetition_penalty": 0.0}, "repetition penalty 0.0 is out of range"),
+    ({"presence_penalty": 101.0}, "presence penalty"),
+    ({"frequency_penalty": float("nan")}, "frequency penalty"),
+    ({"repetition_penalty": "1"}, "not a number"),
+    ({"stop": ""}, "a stop string is empty"),
+    ({"stop": ["a", ""]}, "a stop string is empty"),
+    ({"stop": [3]}, "is not a list of texts"),
+    ({"max_seconds": 0}, "max seconds 0"),
+    ({"max_seconds": "1"}, "not a number"),
+    ({"logprobs": 65}, "logprobs 65 is out of range"),
+    ({"logprobs": -1}, "logprobs -1 is out of range"),
+)
+
+
 @cases(
     "options, words",
     ({"prompt": ""}, "empty"),
@@ -260,7 +275,7 @@ def test_width_one_is_used_only_when_not_exact(model):
     ({}, "either"),
     ({"prompt": "a", "token_ids": [1]}, "either"),
     ({"prompt": [1, 2]}, "token_ids="),
-    ({"prompt": "a", "max_new_tokens": 0}, "1 or more"),
+    *(({"prompt": "a", **wrong}, words) for wrong, words in WRONG_VALUES),
 )
 def test_bad_input_is_refused_before_anything_runs(model, options, words):
     with pytest.raises(OptionError, match=words):
