@@ -41,20 +41,25 @@ def content(folder: Path) -> str:
     return (bundle.Bundle.open(folder).path / "target.onnx").read_text().split()[1]
 
 
+def kill_at_call(at: int) -> None:
+    """Let this process be killed at its `at`-th call of a C function from now on."""
+    calls = 0
+
+    def called(_frame: object, event: str, _what: object) -> None:
+        nonlocal calls
+        calls += event == "c_call"
+        if calls >= at:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.setprofile(called)
+
+
 def die(work: Callable[[], object], at: int) -> bool:
     """Kill a child at its `at`-th call of a C function; True if it finished before."""
     child = os.fork()
     if child == 0:
-        calls = 0
-
-        def count(_frame, event, _what):
-            nonlocal calls
-            calls += event == "c_call"
-            if calls == at:
-                os.kill(os.getpid(), signal.SIGKILL)
-
         try:
-            sys.setprofile(count)
+            kill_at_call(at)
             work()
             sys.setprofile(None)
             os._exit(0)

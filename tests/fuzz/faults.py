@@ -24,6 +24,7 @@ from jetdraft.errors import JetdraftError
 from jetdraft.files import write_text
 from jetdraft.testing import toy_bundle
 from tests.fuzz import Fault, Subject
+from tests.kills import kill_at_call
 
 PROMPT = [5, 8, 9, 40, 41]
 CORPUS = "The robot sees a box. The robot sees the ball. " * 20
@@ -334,7 +335,7 @@ class Faults(Subject):
                 _kill_at_event(1 + int(at * extent.events))
             elif how == "call":
                 # To count the calls takes long, and about 40 lie between two events.
-                _kill_at_call(1 + int(40 * at * extent.events))
+                kill_at_call(1 + int(40 * at * extent.events))
             else:
                 signal.setitimer(signal.ITIMER_REAL, max(1e-4, at * extent.seconds))
             job.run(self.place)
@@ -567,18 +568,6 @@ def _kill_at_event(at: int) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
 
     sys.addaudithook(audited)
-
-
-def _kill_at_call(at: int) -> None:
-    calls = 0
-
-    def called(_frame: object, event: str, _what: object) -> None:
-        nonlocal calls
-        calls += event == "c_call"
-        if calls >= at:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    sys.setprofile(called)
 
 
 def _within(most: int | None, work: Callable[[], None]) -> None:
