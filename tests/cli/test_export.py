@@ -134,6 +134,7 @@ def others(pair, tmp_path_factory) -> dict[str, Path]:
     ("{target} --head ''", []),
     ("{target} --quantize-drafter ''", []),
     ("{drafter} -o {tmp}/file/bundle", ["choose another"]),
+    ("{target} --quantize int4-gptq --calibration {tmp}/file", ["0 tokens"]),
 )
 @pytest.mark.usefixtures("nothing_written")
 def test_what_cannot_be_exported_is_refused(others, output, line, said):
@@ -185,14 +186,6 @@ def test_without_torch_the_extra_is_named(pair, output):
     assert done.stderr.startswith("error: exporting needs torch; pip install")
     assert done.stderr.count("\n") == 1
     assert not output.exists()
-
-
-def test_export_refuses_an_empty_text(pair, tmp_path):
-    how = ("--quantize", "int4-gptq", "-o", tmp_path / "out")
-    (tmp_path / "empty.txt").write_text("")
-    how += ("--calibration", tmp_path / "empty.txt")
-    assert_refused(jetdraft("export", pair.target, *how), "0 tokens")
-    assert not (tmp_path / "out").exists()
 
 
 def test_without_a_terminal_there_are_lines_also_in_a_long_step(monkeypatch, capsys):

@@ -225,11 +225,6 @@ def test_version_is_printed_without_onnxruntime(monkeypatch):
     assert missing == "onnxruntime is not installed"
 
 
-@pytest.mark.parametrize("arguments", [["magic"], ["--magic"], ["generate"]])
-def test_wrong_usage_is_refused_in_one_line(arguments):
-    assert_refused(jetdraft(*arguments))
-
-
 def test_a_run_is_ended_while_an_object_is_finalized():
     """Python ignores what a finalizer raises, so a signal in one would be lost."""
     code = """

@@ -14,6 +14,7 @@ from tests.programs import assert_refused, jetdraft
 
 GENERATE = "generate {bundle} -p ' the self' -n 24 -t 1 "
 BENCH = "bench {bundle} --max-new-tokens=12 --repeats=2 --threads=1 "
+SERVE = "serve --port 0 "
 # Files in the folder {tmp}.
 FILES = {"text": b"text", "binary": b"\xff\xfe\xff", "latin": b"\xff", "no-json": b"{"}
 FILES |= {"wrong-type": b'{"properties": {"a": {"type": "x"}}}'}
@@ -63,6 +64,16 @@ REFUSED = [
     (BENCH + "--prompts {tmp}/latin", "UTF-8"),
     (BENCH + "-o {tmp}/no/out.json", "out.json"),
     (BENCH + "-o /dev/null", "a device"),
+    (SERVE + "{toy} --host 0.0.0.0", "--api-key"),
+    (SERVE + "{toy} --host 256.1.1.1 --api-key k", "cannot listen"),
+    (SERVE + "{tmp}/nothing", "no bundle at"),
+    (SERVE + "{toy} --method stream", "no method"),
+    (SERVE + "{toy} --models 0", "--models"),
+    (SERVE + "{toy} --max-wait nan", "max wait nan is out of range; give more than 0"),
+    (SERVE + "{tmp} --allow-origin *", "origin"),
+    (SERVE + "{tmp} --allow-origin localhost:3000", "origin"),
+    (SERVE + "{tmp} --allow-origin http://localhost:3000/", "origin"),
+    *((line, "") for line in ("magic", "--magic", "generate")),
 ]
 RANGES = {
     "generate": [

@@ -245,19 +245,10 @@ def test_a_host_that_is_none_is_refused(host):
     assert "\n" not in str(refused.value)
 
 
-def test_wrong_options_of_the_command(toy, tmp_path):
-    def serve(*arguments):
-        return jetdraft("serve", *arguments, "--port", 0)
-
-    assert_refused(serve(toy, "--host", "0.0.0.0"), "--api-key")
-    assert_refused(serve(toy, "--host", "256.1.1.1", "--api-key", "k"), "cannot listen")
-    assert_refused(serve(tmp_path / "none"), "none")
-    assert_refused(serve(toy, "--method", "stream"), "no method")
-    assert_refused(serve(toy, "--models", "0"), "--models")
-    refusal = "max wait nan is out of range; give more than 0"
-    assert_refused(serve(toy, "--max-wait", "nan"), refusal)
+def test_a_broken_template_is_told_before_the_first_request(toy, tmp_path):
     broken = with_template(toy, tmp_path / "broken", "{% for m in messages %}")
-    assert_refused(serve(broken), "chat template is broken")
+    refused = jetdraft("serve", broken, "--port", 0)
+    assert_refused(refused, "chat template is broken")
 
 
 def test_without_the_packages_it_says_what_to_install(toy):
