@@ -7,7 +7,7 @@ import pytest
 
 from jetdraft.devices.best_tree import best_tree
 from jetdraft.errors import OptionError
-from jetdraft.methods.ppd.sparse_trees import (
+from jetdraft.methods.ppd.method import (
     SparsePlan,
     SparseTree,
     best_plan,
