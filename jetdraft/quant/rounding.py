@@ -5,6 +5,7 @@ error wins. Weights are second moments of inputs, or llama.cpp's guess without m
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -183,15 +184,15 @@ def _halves(bits: int) -> Callable[[Tensor, Tensor | None], Bytes]:
         step = (factor * unit).view(len(x), -1)
         integers = _integers(x, step, torch.zeros_like(step), lowest, -1 - lowest)
         twos = np.array([0, 2, 4, 6], np.uint8)[:, None]
-        shape = (*stored.shape[:2], -1)
+        shape, parts = (*stored.shape[:2], -1), list[Any]()
         if bits == 3:
             eights = integers.reshape(*shape[:2], 8, 32)
             high = np.packbits(eights >> 2, axis=2, bitorder="little")
-            halves = eights.reshape(*shape[:2], 2, 4, 32) & 3
-            low: Bytes = np.bitwise_or.reduce(halves << twos, axis=-2)
+            rest = eights.reshape(*shape[:2], 2, 4, 32) & 3
+            plane = np.bitwise_or.reduce(rest << twos, axis=-2)
             u = (factor + reach).to(torch.uint8).numpy()
             fours = u.reshape(*shape[:2], 4, 4) >> 4 << twos
-            parts = [high, low, _pair_halves(u), np.bitwise_or.reduce(fours, -2)]
+            parts = [high, plane, _pair_halves(u), np.bitwise_or.reduce(fours, -2)]
         else:
             halves = integers.reshape(*shape[:2], 2, 4, 32)
             low = halves[..., :2, :] & 15 | (halves[..., 2:, :] & 15) << 4
