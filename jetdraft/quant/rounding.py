@@ -184,17 +184,16 @@ def _halves(bits: int) -> Callable[[Tensor, Tensor | None], Bytes]:
         step = (factor * unit).view(len(x), -1)
         integers = _integers(x, step, torch.zeros_like(step), lowest, -1 - lowest)
         twos = np.array([0, 2, 4, 6], np.uint8)[:, None]
-        shape, parts = (*stored.shape[:2], -1), list[Any]()
+        shape = *stored.shape[:2], -1
+        halves: Any = integers.reshape(*shape[:2], 2, 4, 32)
         if bits == 3:
-            eights = integers.reshape(*shape[:2], 8, 32)
+            eights = halves.reshape(*shape[:2], 8, 32)
             high = np.packbits(eights >> 2, axis=2, bitorder="little")
-            rest = eights.reshape(*shape[:2], 2, 4, 32) & 3
-            plane = np.bitwise_or.reduce(rest << twos, axis=-2)
-            u = (factor + reach).to(torch.uint8).numpy()
-            fours = u.reshape(*shape[:2], 4, 4) >> 4 << twos
-            parts = [high, plane, _pair_halves(u), np.bitwise_or.reduce(fours, -2)]
+            low = np.bitwise_or.reduce((halves & 3) << twos, axis=-2)
+            factors = (factor + reach).to(torch.uint8).numpy()
+            tops = np.bitwise_or.reduce(factors.reshape(-1, 4, 4) >> 4 << twos, axis=-2)
+            parts = [high, low, _pair_halves(factors), tops]
         else:
-            halves = integers.reshape(*shape[:2], 2, 4, 32)
             low = halves[..., :2, :] & 15 | (halves[..., 2:, :] & 15) << 4
             high = np.bitwise_or.reduce(halves >> 4 << twos, axis=-2)
             parts = [low, high, factor.to(torch.int8).numpy().view(np.uint8)]

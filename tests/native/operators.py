@@ -68,11 +68,8 @@ def random_matrix(grid, columns, rows, seed=0):
     block, size = GGML_QUANT_SIZES[GGMLQuantizationType[grid]]
     blocks = -(-rows // block)
     data = random.integers(0, 256, (columns, blocks, size), dtype=np.uint8)
-    for place in (
-        {"Q6_K": (208,), "Q3_K": (108,)}.get(grid) or (0, 2)
-        if grid[-1] in "1K"
-        else (0,)
-    ):
+    with_minima = (0, 2) if grid[-1] in "1K" else (0,)
+    for place in {"Q6_K": (208,), "Q3_K": (108,)}.get(grid, with_minima):
         halves = (random.standard_normal((columns, blocks)) * 0.01).astype(np.float16)
         halves[::7] = np.float16(6e-8)
         data[..., place : place + 2] = halves[..., None].view(np.uint8)
