@@ -78,7 +78,8 @@ class DraftCache:
         """Store `features` [n, w] of n `tokens`, which replace all from `first` on."""
         if not self.reads or features is None or first > len(self.seen):
             return  # what it missed is read again with the next prompt
-        self._truncate(self._count_kept_rows(first, tokens), first)
+        if max(len(self.seen), len(self.tokens)) > first:
+            self._truncate(self._count_kept_rows(first, tokens), first)
         self.seen += tokens
         kept = max(len(self.tokens) - first, 0)  # their rows need no features
         self._features += list(features[kept:])

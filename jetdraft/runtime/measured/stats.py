@@ -221,6 +221,7 @@ class PositionRates:
 
     WEIGHT = 1.0  # How many trials the prior counts for.
     MEMORY, FADING = 0.95, 0.99  # Factors: at an event, after a round without.
+    HOPE = 0.5  # The factor of deeper positions where a series did not fail.
     RUN = 12
 
     def __init__(self, prior: float) -> None:
@@ -258,6 +259,10 @@ class PositionRates:
                 continue
             self.successes[place] = self.successes[place] * self.MEMORY + success
             self.trials[place] = self.trials[place] * self.MEMORY + 1
+        if all(outcomes):  # else short drafts would never show that longer ones pay
+            for place in range(len(outcomes), len(self.trials)):
+                self.successes[place] *= self.HOPE
+                self.trials[place] *= self.HOPE
 
     @property
     def reach(self) -> int:

@@ -61,6 +61,18 @@ def test_good_drafts_get_longer():
     assert controller.assign(15, {}).budget > before
 
 
+def test_short_drafts_that_are_right_get_longer():
+    """Else what an earlier text showed of longer drafts would hold for ever."""
+    controller, lengths = adaptive(0.05, draft_ms=0.35, widths=range(1, 17)), []
+    for _ in range(40):
+        controller.observe(outcome(drafted=4, accepted=1, ms=1.2, width=5))
+    for _ in range(20):
+        lengths.append(controller.assign(15, {}).budget)
+        right = 2 * [lengths[-1]]
+        controller.observe(outcome("draft", *right, 1.05, lengths[-1] + 1, 0.35))
+    assert lengths[0] == 1 < 4 <= lengths[-1]
+
+
 def test_bad_drafts_are_switched_off():
     controller, off = adaptive(slope=0.3, draft_ms=0.2), 0
     for _ in range(60):
