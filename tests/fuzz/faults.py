@@ -93,7 +93,7 @@ class Table(Job):
 
     def look(self, file):
         from jetdraft.bundle import Bundle
-        from jetdraft.runtime.history.trigrams import Counts
+        from jetdraft.methods.trigram.method import Counts
 
         toy = Bundle.open(self.toy)
         Counts.load(file, toy.tokenizer_sha256, toy.target.contract.vocab_size)

@@ -10,7 +10,7 @@ from jetdraft.cli.command import Command, option
 from jetdraft.cli.flags import PATH, output_option
 from jetdraft.errors import DataError, OutputError
 from jetdraft.files import check_writable, read_text
-from jetdraft.runtime.history.trigrams import Counts
+from jetdraft.methods.trigram.method import Counts
 from jetdraft.runtime.text.codec import TextCodec
 
 

@@ -1,1 +1,1 @@
-"""Earlier tokens to draft from: suffixes, trigrams, stored responses."""
+"""Earlier texts to draft from: stored requests and their responses."""

@@ -9,18 +9,17 @@ import pytest
 
 import jetdraft
 from jetdraft.errors import StoreError
-from jetdraft.methods.trigram.method import TrigramProposer
-from jetdraft.runtime.history import store as stores
-from jetdraft.runtime.history import trigrams as trigram
-from jetdraft.runtime.history.store import MAX_TOKENS, MAX_USERS, Entry, ResponseStore
-from jetdraft.runtime.history.trigrams import (
+from jetdraft.methods.trigram import method as trigram
+from jetdraft.methods.trigram.method import (
     MAX_SUCCESSORS,
     MAX_WEIGHT,
     Counts,
     TreeSearch,
+    TrigramProposer,
     Trigrams,
-    puct,
 )
+from jetdraft.runtime.history import store as stores
+from jetdraft.runtime.history.store import MAX_TOKENS, MAX_USERS, Entry, ResponseStore
 from jetdraft.runtime.sampling.chooser import Chooser, Sampling
 from tests import cases
 from tests.programs import refused_option
@@ -360,8 +359,8 @@ def test_what_decoding_learns_takes_little_memory():
 
 
 def test_the_golden_value_of_the_search():
-    assert puct(3.2, 2, 10, 0.25) == pytest.approx(10.260687, abs=1e-6)
-    assert puct(0.0, 0, 10, 0.25) == float("inf")
+    assert trigram.puct(3.2, 2, 10, 0.25) == pytest.approx(10.260687, abs=1e-6)
+    assert trigram.puct(0.0, 0, 10, 0.25) == float("inf")
 
 
 TABLE = {(1, 2): {3: 0.7, 4: 0.3}, (2, 3): {5: 1.0}, (2, 4): {6: 1.0}}
