@@ -9,6 +9,6 @@ METHOD = token_drafter(
     lambda contract, target: (
         contract.carried_size and not (contract.recent or contract.reads)
     ),
-    module=("jetdraft.methods.eagle.module:Eagle", "jetdraft.methods.eagle.mtp:Mtp"),
+    module=("jetdraft.methods.eagle.module:Eagle", "jetdraft.methods.eagle.module:Mtp"),
     task="jetdraft.methods.eagle.task:EagleTask",
 )

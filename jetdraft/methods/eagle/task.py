@@ -15,8 +15,8 @@ from jetdraft.checkpoints.heads.head_reader import has_own_head, load_head
 from jetdraft.checkpoints.layers import decoder_layers, vocabulary_tensors
 from jetdraft.checkpoints.parameters import store_weights_in
 from jetdraft.errors import OptionError
-from jetdraft.methods.eagle.module import Eagle, EagleConfig
-from jetdraft.methods.eagle.mtp import HIDDEN_FIRST, Mtp, mtp_config, stored_name
+from jetdraft.methods.eagle import module
+from jetdraft.methods.eagle.module import Eagle, EagleConfig, Mtp
 from jetdraft.options import setting
 from jetdraft.train import heads
 from jetdraft.train.task import Contents, Run, Tensors
@@ -105,7 +105,7 @@ class EagleTask(heads.HeadTask):
             assert isinstance(head, Mtp)
             store_weights_in(head, torch.float32)
         else:
-            head = Mtp(mtp_config(target), target.model)
+            head = Mtp(module.mtp_config(target), target.model)
             names = head.first_layer.state_dict().keys()
             for layer in decoder_layers(target.model):
                 if layer.state_dict().keys() == names:  # the last such layer stays
@@ -139,12 +139,13 @@ class EagleTask(heads.HeadTask):
         return f"a head ({self.settings.kind}) over {tokens}"
 
     def contents(self, run: Run, weights: Tensors, figures: Any) -> Contents:
-        config, is_third = self.config, self.settings.kind == EAGLE3
+        config, half = self.config, self.settings.half
+        is_third = self.settings.kind == EAGLE3
         if self.settings.kind == MTP:
             whole = {**weights, **self.fixed}
-            _, tensors = heads.stored_tensors(whole, self.settings.half, stored_name)
-            return {HIDDEN_FIRST: config.hidden_first}, tensors
-        kinds, half = [ARCHITECTURES[self.settings.kind]], self.settings.half
+            _, tensors = heads.stored_tensors(whole, half, module.stored_name)
+            return {module.HIDDEN_FIRST: config.hidden_first}, tensors
+        kinds = [ARCHITECTURES[self.settings.kind]]
         own = {"architectures": kinds, "model_type": "llama"}
         fields, tensors = heads.layer_contents(config, weights, half, **own)
         if not is_third:
