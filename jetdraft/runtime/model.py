@@ -469,7 +469,7 @@ class Model:
         with parts.claim.held():
             parts.forget()
             tokens, is_own, waiting = load_prefix(*given)
-            parts.prefix.restore(tokens, exact=is_own)
+            parts.prefix.record(tokens, exact=is_own)
             if parts.draft_cache is not None:
                 parts.draft_cache.restore(tokens, waiting)
 

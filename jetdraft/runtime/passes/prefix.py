@@ -41,15 +41,11 @@ class Prefix:
         common = min(common_length(self._tokens, prompt), len(prompt) - 1)
         return self.target.cache.resumable(common)
 
-    def restore(self, tokens: Sequence[int], exact: bool) -> None:
-        """Record that the buffers now hold the rows of these tokens."""
-        self._tokens = np.asarray(tokens, np.int64)
+    def record(self, sequence: Sequence[int], exact: bool) -> None:
+        """Record that the first tokens of a sequence have the committed rows."""
+        self._tokens = np.asarray(sequence[: self.target.cache.length], np.int64)
         self._exact = exact
         self._passes = self.target.passes
-
-    def record(self, sequence: Sequence[int], exact: bool) -> None:
-        """Record the committed rows of a generation that has ended."""
-        self.restore(sequence[: self.target.cache.length], exact)
 
 
 def common_length(one: Sequence[int] | Int64s, other: Sequence[int] | Int64s) -> int:
