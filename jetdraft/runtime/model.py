@@ -87,10 +87,10 @@ class Model:
     ) -> None:
         self.bundle = bundle
         shared = None if like is None else like.parts
-        self._parts: LoadedBundle | None = LoadedBundle(bundle, options or {}, shared)
-        self._planner: Planner | None = Planner(self._parts)
+        parts = LoadedBundle(bundle, options or {}, shared)
+        self._planner: Planner | None = Planner(parts)
         # On a new machine this waits: it would disturb the first measurements.
-        has_survey = self._parts.profiles.read_survey() is not None
+        has_survey = parts.profiles.read_survey() is not None
         if like is None and (has_survey or bundle.embedding is not None):
             start_using_huge_pages()
         self._template: ChatTemplate | None = None
@@ -107,9 +107,7 @@ class Model:
     @property
     def parts(self) -> LoadedBundle:
         """The bundle's graphs, text and timings; raises `JetdraftError` if closed."""
-        if self._parts is None:
-            raise JetdraftError(CLOSED_MESSAGE)
-        return self._parts
+        return self.planner.parts
 
     @property
     def planner(self) -> Planner:
@@ -495,8 +493,8 @@ class Model:
 
     def cancel(self) -> None:
         """End the running generation, or a constraint's compilation; for any thread."""
-        if (parts := self._parts) is not None:  # another thread may close the model
-            parts.claim.cancel()
+        if (planner := self._planner) is not None:  # another thread may close the model
+            planner.parts.claim.cancel()
 
     def twin(self) -> Model:
         """Another model with its own buffers; on the CPU it has the same weights."""
@@ -512,7 +510,7 @@ class Model:
         """
         with self._adapted_lock:
             changed = self._adapted.pop(adapter, None)
-            if changed is None or changed._parts is None:
+            if changed is None or changed._planner is None:
                 options: LoadOptions = {**self.parts.options, "adapter": adapter}
                 changed = Model(self.bundle, options, self.method, like=self)
             kept = [*self._adapted.items()][1 - MOST_ADAPTED :]
@@ -524,9 +522,9 @@ class Model:
         with self._adapted_lock:
             for changed in self._adapted.values():
                 changed.close()
-            if (parts := self._parts) is not None:
-                parts.claim.close()
-            self._parts = self._planner = None
+            if (planner := self._planner) is not None:
+                planner.parts.claim.close()
+            self._planner = None
 
     def __enter__(self) -> Model:
         return self
