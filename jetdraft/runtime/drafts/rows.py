@@ -63,14 +63,12 @@ class Rows:
 
     def cut(self, drafted: int) -> Rows:
         """The root and the first `drafted` rows below it."""
-        return self if drafted >= self.drafted else self._take_rows(range(drafted + 1))
+        return self.only(range(min(drafted, self.drafted) + 1))
 
-    def only(self, kept: Sequence[int]) -> Rows:
-        """The `kept` rows, ascending; the parent of each kept row must be kept too."""
-        return self if len(kept) == len(self.tokens) else self._take_rows(kept)
-
-    def _take_rows(self, order: Sequence[int]) -> Rows:
-        """The rows of `order`, renumbered: the root first, parents before children."""
+    def only(self, order: Sequence[int]) -> Rows:
+        """The rows of `order`, renumbered; parents must come before their children."""
+        if list(order) == list(range(len(self.tokens))):
+            return self
         place = {row: i for i, row in enumerate(order)}
         probes = self.probes
         return Rows(
@@ -100,7 +98,7 @@ class Rows:
             row = waiting.pop()
             order.append(row)
             waiting += reversed(self.children(row))
-        return self._take_rows(order)
+        return self.only(order)
 
     def check(self) -> None:
         """Raise `OptionError` unless this is a tree with parents before children."""
