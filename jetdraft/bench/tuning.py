@@ -76,7 +76,7 @@ def _time_curve(target: Graph, proposers: Mapping[str, Proposer], tick: Tick) ->
         tick()
 
     def move() -> None:
-        cache.compact([0, 2])
+        cache.commit([0, 2])
         cache.rewind(start)
 
     moves = TURNS if contract.tree else 0

@@ -56,7 +56,7 @@ def _row_bias(graph: ir.Graph, contract: StepContract) -> ir.Value:
 
 
 def make_compaction_graph(contract: StepContract, scatter_nd: bool = False) -> ir.Model:
-    """Make the graph that moves accepted rows together, for `Cache.compact`.
+    """Make the graph that moves accepted rows together, for `Cache.commit`.
 
     Rows `source` (int64 [m]) of every buffer move to the row `target` (int64 [1]) and
     behind. WebGPU has no TensorScatter: `scatter_nd` writes by `target` int64 [m].

@@ -236,18 +236,14 @@ class Cache:
         self.length = rows
         self.mark()
 
-    def compact(self, path: Sequence[int]) -> None:
-        """Commit the rows `path` of the last pass, and close its gaps in place."""
+    def commit(self, path: Sequence[int], ends_at_gap: bool = False) -> int:
+        """Commit a path to its first gap, or moved together; returns how many rows."""
         kept = gapless_length(path)
-        if kept < len(path):
+        if kept < len(path) and not ends_at_gap:
             self._move_rows([self.length + r for r in path[kept:]], self.length + kept)
-        self.advance(len(path))
-
-    def advance_to_gap(self, path: Sequence[int]) -> int:
-        """Commit the rows of a path before its first gap; returns how many."""
-        proven = gapless_length(path)
-        self.advance(proven)
-        return proven
+            kept = len(path)
+        self.advance(kept)
+        return kept
 
     def _move_rows(self, source: list[int], target: int) -> None:
         if self._compaction is None:

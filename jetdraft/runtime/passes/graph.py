@@ -143,10 +143,7 @@ class Graph:
 
     def commit(self, path: Sequence[int], ends_at_gap: bool) -> int:
         """Commit the rows of a path of the last pass, see `Target.commit`."""
-        if not ends_at_gap:
-            self.cache.compact(path)
-            return len(path)
-        return self.cache.advance_to_gap(path)
+        return self.cache.commit(path, ends_at_gap)
 
     def adopt(self, other: Graph) -> None:
         """Use the sessions and buffers of another graph of the same contract."""

@@ -71,13 +71,13 @@ class _PairedCache(Cache):
         super().rewind(length)
         self.upper.rewind(length)
 
-    def compact_both(self, lower: Sequence[int], upper: Sequence[int]) -> None:
+    def commit_both(self, lower: Sequence[int], upper: Sequence[int]) -> int:
         """Commit rows whose places in the lower and in the upper buffers differ."""
         before = self.upper.seconds
-        self.upper.compact(upper)
+        self.upper.commit(upper)
         self.upper.rewind(self.length)  # `advance` counts the rows of both
-        self.compact(lower)
         self.seconds += self.upper.seconds - before
+        return self.commit(lower)
 
 
 class PrunedHalves:
@@ -169,10 +169,9 @@ class PrunedHalves:
         lower = [self._kept[row] for row in path]
         if self.adaptive is not None:
             self.adaptive.observe(self.threshold, lambda t: self._outcome_at(lower, t))
-        if not ends_at_gap:
-            self.cache.compact_both(lower, path)
-            return len(path)
-        return self.cache.advance_to_gap(lower)
+        if ends_at_gap:
+            return self.cache.commit(lower, ends_at_gap)
+        return self.cache.commit_both(lower, path)
 
     def _outcome_at(self, path: list[int], threshold: float) -> tuple[float, float]:
         """Tokens and milliseconds of the last round, had it had this threshold.

@@ -127,7 +127,7 @@ def test_chains_trees_and_moved_rows_have_the_logits_of_the_cpu(model, on_cpu):
         all_close(*[graph.run(PROMPT[:rows]) for graph in graphs])
     all_close(*[graph.run_branches(*TREE) for graph in graphs])
     for graph in graphs:
-        graph.cache.compact([0, 2, 4])  # not contiguous: rows are moved on the device
+        graph.cache.commit([0, 2, 4])  # not contiguous: rows are moved on the device
     all_close(*[graph.run(PROMPT[:3]) for graph in graphs])
     for graph in graphs:
         graph.cache.rewind(5)

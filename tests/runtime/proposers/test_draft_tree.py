@@ -93,7 +93,7 @@ def test_the_cache_after_a_commit_is_that_of_a_fresh_prefill(float_model, path):
     rows = Rows([9, 8, 7, 6, 5, 4, 3], [-1, 0, 0, 0, 1, 3, 4])
     filled(graph, PROMPT)
     run_tree(graph, rows)
-    graph.cache.compact(path)
+    graph.cache.commit(path)
     length = len(PROMPT) + len(path)
     assert graph.cache.length == length
     buffers = graph.cache.buffers.values()
@@ -108,7 +108,7 @@ def test_compaction_moves_nothing_else(model):
     filled(model.parts.target, PROMPT)
     run_tree(model.parts.target, Rows([9, 8, 7, 6], [-1, 0, 0, 2]))
     before = [buffer.numpy().copy() for buffer in cache.buffers.values()]
-    cache.compact([0, 2, 3])
+    cache.commit([0, 2, 3])
     for old, buffer in zip(before, cache.buffers.values(), strict=True):
         new = buffer.numpy()
         np.testing.assert_array_equal(new[:, :, 21:23], old[:, :, 22:24])
