@@ -47,10 +47,7 @@ class Graph:
         self.source: SourceBuffers | None = None
         self.pictures: PictureRows | None = None
         # What selecting passes read and write in place, on the host.
-        self.selected = {
-            spec.name: HOST.tensor(spec.shape_for(), spec.dtype)
-            for spec in self.contract.selections("past")
-        }
+        self.selected = HOST.tensors(self.contract.selections("past"))
         self.prepare(exact=True)
         self.cache = cache or Cache(self.contract, compaction, memory)
         self.seconds = 0.0
