@@ -186,8 +186,7 @@ class DraftCache:
             recent = self._windows(context, first, count)
         answer = self.graph.run(tokens, True, features=features, recent=recent)
         self._append_rows(tokens)
-        if self.carry:
-            assert answer.carried is not None
+        if answer.carried is not None:
             self._carried = answer.carried[-1:].copy()
         elif features is not None:
             self._carried = features[-1:]
@@ -275,8 +274,7 @@ class LastRowCache(DraftCache):
             return None
         self.graph.cache.rewind(0)  # steps move the cursor
         answer = self.graph.run(context[-1:], features=np.stack(self._features))
-        if self.carry:
-            assert answer.carried is not None
+        if answer.carried is not None:
             self._carried = answer.carried[-1:].copy()
         return answer
 

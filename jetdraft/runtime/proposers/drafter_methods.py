@@ -122,15 +122,14 @@ def guess_proposer(
 ) -> Proposer:
     """Make a proposer of what one answer guesses: a `chain`, or a tree."""
     contract, count = loaded.target.contract, cache.graph.contract.guesses
+    grow = chain or Guesses()
     if options.branched:
         check_trees(loaded.target)
+        grow = partial(grow_guesses, options.shape)
     branches = options.may_branch and contract.tree and not options.branched
     most = contract.max_width - 1 if options.branched or branches else count
     ms = loaded.curve.drafter / count
     traits = Traits(name, most, options.kind, ms, branches=branches)
-    grow = chain or Guesses()
-    if options.branched:
-        grow = partial(grow_guesses, options.shape)
     return ModelProposer(cache, traits, grow)
 
 
