@@ -120,13 +120,12 @@ class Profiles:
 
     def read_survey(self) -> tuple[Widths, Curve] | None:
         """Read widths and curve; None if damaged, or of another machine."""
-        try:
+        with suppress(*_READ_ERRORS):
             fields = read_json_file(self.file)
             if fields["machine"] != self.machine or fields[SEAL] != seal_hash(fields):
                 return None
             return Widths.from_json(fields["widths"]), Curve.from_json(fields["curve"])
-        except _READ_ERRORS:
-            return None
+        return None
 
     def write_survey(self, widths: Widths, curve: Curve) -> None:
         """Write widths and times for later loads; warns if that fails."""
@@ -159,13 +158,12 @@ class Profiles:
 
     def drafter_threads(self) -> int | None:
         """The drafter's threads, as `jetdraft tune` chose them here, or None."""
-        try:
+        with suppress(*_READ_ERRORS):
             fields = read_json_file(self.tuning_file)
             chosen, machine = fields["drafter_threads"], fields["machine"]
-        except _READ_ERRORS:
-            return None
-        is_usable = type(chosen) is int and 1 <= chosen <= MAX_THREADS
-        return chosen if is_usable and machine == self.machine else None
+            is_usable = type(chosen) is int and 1 <= chosen <= MAX_THREADS
+            return chosen if is_usable and machine == self.machine else None
+        return None
 
     def keep(self, file: Path, **fields: Any) -> None:
         """Write fields and facts of this machine to a file; warn if that fails."""

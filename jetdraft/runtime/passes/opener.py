@@ -184,9 +184,6 @@ class Opener:
     def _open_on_tensorrt(self, entry: GraphEntry, weights: Weights) -> Opened:
         """Open an engine for passes of any width, and one engine for each width."""
         contract, file = entry.widest_contract, entry.tree_file or entry.file
-        widths = [
-            width for width in providers.ENGINE_WIDTHS if width <= contract.max_width
-        ]
         name = file.removesuffix(".onnx")
         folder = self.bundle.path / "profiles" / f"tensorrt-{name}"
         machine = detect_machine()
@@ -197,15 +194,14 @@ class Opener:
             "onnxruntime": ort.__version__,
         }
         engines = providers.engine_folder(folder, depends_on)
-        any_width, *fixed = (
-            self.session(
-                file, weights, providers.engine_options(contract, width, engines)
-            )
-            for width in (None, *widths)
-        )
-        sessions = StepSessions(
-            any_width, contract, fixed=dict(zip(widths, fixed, strict=True))
-        )
+
+        def engine(width: int | None) -> ort.InferenceSession:
+            options = providers.engine_options(contract, width, engines)
+            return self.session(file, weights, options)
+
+        widths = [w for w in providers.ENGINE_WIDTHS if w <= contract.max_width]
+        any_width, fixed = engine(None), {width: engine(width) for width in widths}
+        sessions = StepSessions(any_width, contract, fixed=fixed)
         return sessions, Memory(self.provider.memory, copies=True), None
 
 
