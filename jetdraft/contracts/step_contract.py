@@ -212,7 +212,8 @@ class StepContract:
             *(self.mask_inputs if self.has_mask else ()),
             *(_PROBE_INPUTS if self.streams else ()),
             *([PREFIX_ROWS] if self.streams and self.prefix else []),
-            *([self.recent_ids] if self.recent else []),
+            # The tokens before each row; id 0 stands before a text.
+            *_optional_tensor("recent_ids", ROWS, self.recent, "int64"),
             *_optional_tensor("features", ROWS, self.feature_input * (self.ahead or 1)),
             *([TensorSpec("block", "int64", (1, self.block))] if self.block else []),
             *([TARGET_LENGTH, *self.target_kv] if self.reads else []),
@@ -232,11 +233,6 @@ class StepContract:
         rows, turns = (self.capacity, self.picture_size), (self.slots, self.turn_size)
         named = [(PICTURES, rows), *((name, turns) for name in TURNS)]
         return tuple(TensorSpec(n, self.dtype, shape) for n, shape in named if shape[1])
-
-    @property
-    def recent_ids(self) -> TensorSpec:
-        """The input with the tokens before each row; id 0 stands before a text."""
-        return TensorSpec("recent_ids", "int64", (1, ROWS, self.recent))
 
     @property
     def target_kv(self) -> tuple[TensorSpec, ...]:
