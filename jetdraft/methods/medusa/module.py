@@ -47,10 +47,9 @@ class GuessingHeads(DraftModule):
         files.check_keys(cls.keys)
 
     @classmethod
-    def config_of_tensors(
-        cls, files: HeadFiles, target: Checkpoint, tensors: dict[str, Tensor]
-    ) -> tuple[MedusaConfig, Tensor | None]:
+    def configure(cls, files: HeadFiles, target: Checkpoint, tensors: Tensors) -> Sizes:
         """Read the config from the tensors, and the first ids if they lack tokens."""
+        cls.check(files)
         width = target.model.config.get_text_config(decoder=True).hidden_size
         drafted = files.fit_heads(tensors, target)
         places = [name.split(".") for name in tensors]
@@ -124,19 +123,17 @@ class Medusa(GuessingHeads):
 
     @classmethod
     def configure(cls, files: HeadFiles, target: Checkpoint, tensors: Tensors) -> Sizes:
-        cls.check(files)
-        source = files.source
         heads = sorted(n.split(".")[1] for n in tensors if n.startswith("lm_heads."))
         if not heads or set(heads) != set(map(str, range(len(heads)))):
             names = printable(", ".join(heads) or "none", 60)
             fact = f"has the heads {names}, which must be numbered from 0 on"
             raise files.refusal(fact)
         first = tensors["lm_heads.0.weight"]
-        config, ids = cls.config_of_tensors(files, target, tensors)
+        config, ids = super().configure(files, target, tensors)
         rows = files.config.get("truncated_vocab_size")
         if rows not in (None, target.vocab_size, len(first)):
             raise CheckpointError(
-                f"the config of {source} has truncated_vocab_size="
+                f"the config of {files.source} has truncated_vocab_size="
                 f"{printable(rows, 60)}; jetdraft reads Medusa heads that choose among "
                 "all tokens"
             )
@@ -212,13 +209,12 @@ class Hydra(GuessingHeads):
 
     @classmethod
     def configure(cls, files: HeadFiles, target: Checkpoint, tensors: Tensors) -> Sizes:
-        cls.check(files)
         mlp = r"hydra_mlp\.\d+\.\d+\.(linear|res_connection)\.(weight|bias)"
         head = r"hydra_lm_head\.\d+\.weight"
         if not (files.has_tensor(mlp) and files.has_tensor(head)):
             fact = "has no tensors like hydra_mlp.0.0.linear.weight and "
             raise files.refusal(f"{fact}hydra_lm_head.0.weight")
-        return cls.config_of_tensors(files, target, tensors)
+        return super().configure(files, target, tensors)
 
 
 class _ResidualBlock(nn.Module):
