@@ -26,7 +26,7 @@ from jetdraft.export.draft_step import make_draft_step, slice_target_buffers
 from jetdraft.export.draft_vocab import CutHead, write_vocabulary
 from jetdraft.export.export_options import DTYPES, ExportOptions
 from jetdraft.export.graphs import Job, share_weights, write_chain
-from jetdraft.export.step import Step, kv_shapes
+from jetdraft.export.step import Step, buffer_sizes
 from jetdraft.manifest import GraphEntry
 from jetdraft.ort import silenced
 from jetdraft.quant.divergence import MAX_WINDOWS, WINDOW, Windows, second_moments
@@ -199,7 +199,7 @@ def check_trainable(bundle: Bundle, checkpoint: Checkpoint) -> None:
         fact = f"{checkpoint.source} is quantized already, so it cannot be trained"
         raise CheckpointError(f"{fact}; give the checkpoint in floats")
     wanted = entry.contract.vocab_size, entry.contract.kv_shapes
-    if (checkpoint.vocab_size, kv_shapes(checkpoint.model)) != wanted:
+    if (checkpoint.vocab_size, buffer_sizes(checkpoint.model).kv_shapes) != wanted:
         raise _pair_error(checkpoint.source)
 
 

@@ -244,11 +244,6 @@ def dtype_of(contract: StepContract) -> torch.dtype:
     return dtype
 
 
-def kv_shapes(model: Any) -> tuple[tuple[int, int], ...]:
-    """Return (kv_heads, head_dim) of each layer that attends, see `buffer_sizes`."""
-    return buffer_sizes(model).kv_shapes
-
-
 class Sizes(NamedTuple):
     """What a `StepContract` says of a model's layers."""
 

@@ -19,7 +19,7 @@ from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.contracts.step_contract import StepContract
 from jetdraft.errors import CheckpointError, OptionError, UnsupportedModelError
 from jetdraft.export.exporter import ExportOptions, export
-from jetdraft.export.step import Step, kv_shapes
+from jetdraft.export.step import Step, buffer_sizes
 from jetdraft.export.tracer import trace
 from jetdraft.quant.choice import Limit
 from jetdraft.recipe import Recipe
@@ -439,7 +439,7 @@ def test_what_a_model_computes_for_itself_is_not_rounded(tmp_path):
 
 def test_a_traced_graph_holds_no_copy_of_a_matrix(half):
     checkpoint = Checkpoint.load(str(half), torch.float32)
-    shapes = kv_shapes(checkpoint.model)
+    shapes = buffer_sizes(checkpoint.model).kv_shapes
     # As the next test has it, which then needs no trace.
     contract = StepContract(288, 64, 32, "float32", shapes, spare_slots=1)
     graph = trace(Step(checkpoint.model, contract), checkpoint.weight_names()).graph

@@ -9,7 +9,7 @@ from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.contracts.step_contract import StepContract
 from jetdraft.export import tracer
 from jetdraft.export.exporter import ExportOptions, export
-from jetdraft.export.step import Step, kv_shapes
+from jetdraft.export.step import Step, buffer_sizes
 from jetdraft.export.tracer import MAX_TRACES, KeptTraces, fingerprint
 from jetdraft.recipe import Recipe
 from tests.tiny import drafter_config, save_checkpoint
@@ -50,7 +50,8 @@ def test_one_trace_serves_other_weights_and_other_recipes(tmp_path, traced):
 def step_of(folder, seed=0, change=None, **config) -> Step:
     save_checkpoint(folder, drafter_config(**config), seed, tokenizer=False)
     model = Checkpoint.load(str(folder), torch.float32).model
-    step = Step(model, StepContract(288, 64, 16, "float32", kv_shapes(model)))
+    contract = StepContract(288, 64, 16, "float32", buffer_sizes(model).kv_shapes)
+    step = Step(model, contract)
     if change is not None:
         change(step)
     return step

@@ -15,7 +15,7 @@ from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.contracts.step_contract import StepContract
 from jetdraft.errors import BundleError, CheckpointError, OptionError
 from jetdraft.export.fusing import fuse
-from jetdraft.export.step import Step, kv_shapes
+from jetdraft.export.step import Step, buffer_sizes
 from jetdraft.export.tracer import trace
 from jetdraft.quant.algorithms import ALGORITHMS, quantize
 from jetdraft.quant.grids import GRIDS
@@ -37,7 +37,7 @@ def float_graph(folder: Path, tied: bool) -> bytes:
     save_checkpoint(folder, config, tokenizer=False)
     checkpoint = Checkpoint.load(str(folder), torch.float32)
     model = checkpoint.model
-    contract = StepContract(VOCAB_SIZE, 32, 8, "float32", kv_shapes(model))
+    contract = StepContract(VOCAB_SIZE, 32, 8, "float32", buffer_sizes(model).kv_shapes)
     step = trace(Step(model, contract), checkpoint.weight_names())
     fuse(step, contract)
     return ir.to_proto(step).SerializeToString()
