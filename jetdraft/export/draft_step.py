@@ -21,6 +21,7 @@ from jetdraft.quant.edits import Maker
 
 def make_draft_step(head: DraftModule, target: StepContract, dtype: str) -> step.Step:
     """Return the step module of a drafter beside a target of the contract `target`."""
+    head.attend_with(IMPLEMENTATION)
     kind = SourceBlockStep if head.reads.source else DraftStep
     return kind(head, drafter_contract(head, target, dtype), ids=head.ids)
 
@@ -54,7 +55,6 @@ def drafter_contract(
     )
     if (0, 0) not in contract.kv_shapes:
         return contract
-    drafter.attend_with(IMPLEMENTATION)
     row = torch.zeros(1, 1, dtype=torch.long)
     features = torch.zeros(1, 1, contract.feature_input, dtype=step.dtype_of(contract))
     given = DraftInputs(row, row, row[0], features)
@@ -65,12 +65,6 @@ def drafter_contract(
 
 class DraftStep(step.Step):
     """One pass of a drafter over fixed buffers; its candidates are the target's ids."""
-
-    def __init__(
-        self, drafter: DraftModule, contract: StepContract, ids: Tensor | None = None
-    ) -> None:
-        super().__init__(drafter, contract, ids=ids)
-        drafter.attend_with(IMPLEMENTATION)
 
     def forward(self, *inputs: Any) -> list[Tensor]:
         *rows, past = inputs
