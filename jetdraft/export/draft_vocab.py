@@ -1,6 +1,7 @@
 """The tokens of a pair, and the part of them that a drafter may draft."""
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,23 +29,17 @@ def frequent_tokens(
     model: Any, windows: Windows, count: int, vocab_size: int | None = None
 ) -> Tensor:
     """Return the `count` most frequent ids below `vocab_size`, int64, ascending."""
-    expected = _expected_counts(model, windows)
+    # How often the model expects each token in the text, float64 [vocab].
+    expected = torch.zeros(model.get_output_embeddings().weight.shape[0]).double()
+    with own_attention(model), torch.no_grad():
+        for ids in windows.ids[: max(1, ASKED_TOKENS // windows.scored)]:
+            answer = model(ids[None], use_cache=False, logits_to_keep=windows.scored)
+            expected += answer.logits[0].float().softmax(-1).sum(0)
     # Below 1, so that it decides only among equal counts.
     share = expected / (1 + expected.sum())
     score = torch.bincount(windows.tokens, minlength=len(share)) + share
     best = score[:vocab_size].argsort(descending=True, stable=True)[:count]
     return best.sort().values
-
-
-def _expected_counts(model: Any, windows: Windows) -> Tensor:
-    """Return how often the model expects each token in the text, float64 [vocab]."""
-    rows = windows.ids[: max(1, ASKED_TOKENS // windows.scored)]
-    expected = torch.zeros(model.get_output_embeddings().weight.shape[0]).double()
-    with own_attention(model), torch.no_grad():
-        for ids in rows:
-            answer = model(ids[None], use_cache=False, logits_to_keep=windows.scored)
-            expected += answer.logits[0].float().softmax(-1).sum(0)
-    return expected
 
 
 @dataclass(frozen=True)
@@ -117,11 +112,8 @@ def check_tokenizers(sources: Mapping[str, str]) -> None:
     if DRAFTER not in sources:
         return
     pair = sources[TARGET], sources[DRAFTER]
-    try:
-        texts = [read_tokenizer(source) for source in pair]
-    except CheckpointError:
-        return  # loading says it in better words
-    _check_ids(*pair, *texts)
+    with suppress(CheckpointError):  # loading says it in better words
+        _check_ids(*pair, *(read_tokenizer(source) for source in pair))
 
 
 def check_tokens(target: Checkpoint, drafter: Checkpoint) -> None:
