@@ -61,8 +61,9 @@ def check_seams(model: Any, contract: StepContract) -> None:
     tokens = min(max(_FEWEST_TOKENS, 2 * window), _MAX_TOKENS, contract.capacity)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(contract.vocab_size, (1, tokens), generator=generator)
+    step = Step(model, replace(contract, capacity=tokens, spare_slots=0))
     with exporting(model), torch.no_grad():
-        seam_logits, windows = _two_passes(Step(model, contract), ids, tokens)
+        seam_logits, windows = _two_passes(step, ids)
         with _own_attention(model, attention.IMPLEMENTATION):
             own_logits = model(input_ids=ids, use_cache=False).logits.float()
     # These tokens are too few to notice a window that the model does not pass on.
@@ -93,15 +94,10 @@ def _check_gap(
         raise UnsupportedModelError.of(model, fact)
 
 
-def _two_passes(
-    step: Step, ids: Tensor, slots: int, *others: Tensor
-) -> tuple[Tensor, set[int]]:
+def _two_passes(step: Step, ids: Tensor, *others: Tensor) -> tuple[Tensor, set[int]]:
     """Return logits of `ids` [1, n], read in two passes, and the layers' windows."""
-    dtype, count = dtype_of(step.contract), ids.shape[1]
-    shapes = [(1, n, slots, size) for n, size in step.contract.kv_shapes for _ in "kv"]
-    past = [torch.zeros(shape, dtype=dtype) for shape in shapes]
-    states = step.contract.state_tensors("past")
-    past += [zeros(spec) for spec in states]
+    count, states = ids.shape[1], step.contract.states
+    past = [zeros(spec) for spec in step.declared_tensors[1]]
     logits, windows, kept = [], set(), 0
     for start, end in pairwise((0, *((2 * count // 3,) if past else ()), count)):
         outputs = step(
@@ -172,8 +168,8 @@ def check_source_seams(model: Any, contract: StepContract) -> None:
         cross = EncoderStep(model, contract)(source, [])
         filled = contract.source_slots if contract.source_bins else count
         length = torch.tensor([filled], dtype=torch.int32)
-        step, slots = SourceStep(model, contract), contract.slots
-        seam_logits, _ = _two_passes(step, ids, slots, length, *cross)
+        step = SourceStep(model, contract)
+        seam_logits, _ = _two_passes(step, ids, length, *cross)
         with _own_attention(model, attention.SOURCE_ATTENTION):
             own_logits = model(source, decoder_input_ids=ids).logits.float()
         limit = position_limit(model)
