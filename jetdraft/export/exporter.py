@@ -228,39 +228,30 @@ def _make_contract(
         sizes = sizes._replace(experts=0)
     own_ids, is_drafter = checkpoint.draft_ids, name == DRAFTER
     drafted = (options.draft_vocab or 0) if own_ids is None else len(own_ids)
-    contract = StepContract(
+    fields: dict[str, Any] = {"max_width": options.max_width}
+    size, turns, whole = checkpoint.picture_sizes
+    # `make_tree_graph` refuses streams of targets that read pictures whole.
+    if name == TARGET and size and not (probes and whole):
+        fields |= {"max_width": max(whole, options.max_width), "turn_size": turns}
+        fields |= {"picture_size": size, "whole_pictures": whole > 0}
+    if probes is not None:
+        fields["streams"] = probes.gamma
+    if isinstance(probes, PromptSettings):
+        fields |= {"members": probes.members, "prefix": probes.prefix}
+    if reads_source:
+        bins, slots = source_sizes(model)
+        fields |= {"source_slots": slots or options.capacity, "source_bins": bins}
+        fields["relative_positions"] = relative_bias_module(model) is not None
+    return StepContract(
         vocab_size=checkpoint.vocab_size,
         capacity=options.capacity,
-        max_width=options.max_width,
         dtype=DTYPES[options.dtype_of(name)],
         **sizes._asdict(),
         hidden_size=is_drafter * model.get_output_embeddings().weight.shape[1],
         feature_size=checkpoint.taps.size if checkpoint.taps else 0,
         draft_vocab=is_drafter * drafted,
+        **fields,
     )
-    size, turns, whole = checkpoint.picture_sizes
-    # `make_tree_graph` refuses streams of targets that read pictures whole.
-    if name == TARGET and size and not (probes and whole):
-        contract = replace(
-            contract,
-            max_width=max(whole, contract.max_width),
-            picture_size=size,
-            turn_size=turns,
-            whole_pictures=whole > 0,
-        )
-    if probes is not None:
-        contract = replace(contract, streams=probes.gamma)
-    if isinstance(probes, PromptSettings):
-        contract = replace(contract, members=probes.members, prefix=probes.prefix)
-    if reads_source:
-        bins, slots = source_sizes(model)
-        contract = replace(
-            contract,
-            source_slots=slots or contract.capacity,
-            source_bins=bins,
-            relative_positions=relative_bias_module(model) is not None,
-        )
-    return contract
 
 
 def _make_job_and_entry(
