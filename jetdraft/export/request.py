@@ -2,7 +2,7 @@
 
 import importlib
 from collections.abc import Callable
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -155,18 +155,17 @@ def export(request: ExportRequest) -> Bundle:
         _check_fits(request)
     with importing("exporting", "export"):
         exporter = importlib.import_module("jetdraft.export.exporter")
-    drafter_recipe, calibration = request.quantize_drafter, request.calibration
-    limits = request.max_bytes, request.max_kl
-    options = exporter.ExportOptions(
-        recipe=request.recipe,
-        drafter_recipe=None
-        if drafter_recipe is None
-        else Recipe.parse(drafter_recipe, _DRAFTER_BLOCK_SIZE),
-        calibration=None if calibration is None else Path(calibration),
-        limit=exporter.Limit(*limits) if request.limited else None,
-        max_width=min(request.max_width, request.capacity),
-        **{name: getattr(request, name) for name in _COPIED_FIELDS},
-    )
+    # Options that have the names of the request's fields, and of its property `recipe`.
+    names = [field.name for field in fields(exporter.ExportOptions)]
+    settings = {name: getattr(request, name, None) for name in names}
+    settings["max_width"] = min(request.max_width, request.capacity)
+    if (recipe := request.quantize_drafter) is not None:
+        settings["drafter_recipe"] = Recipe.parse(recipe, _DRAFTER_BLOCK_SIZE)
+    if request.calibration is not None:
+        settings["calibration"] = Path(request.calibration)
+    if request.limited:
+        settings["limit"] = exporter.Limit(request.max_bytes, request.max_kl)
+    options = exporter.ExportOptions(**settings)
     if request.fast:
         _refuse_measuring(options)
     places = request.drafter, request.head
@@ -175,13 +174,6 @@ def export(request: ExportRequest) -> Bundle:
         str(request.target), request.output, drafter, options, request.progress, head
     )
     return bundle
-
-
-# The fields that are `ExportOptions` as they are.
-_COPIED_FIELDS = (
-    *("dtype", "capacity", "flavour", "kernel", "adapter_scale", "provider"),
-    *("drafter_provider", "fast", "draft_vocab", "select_kv", "adapters"),
-)
 
 
 def _refuse_measuring(options: Any) -> None:
