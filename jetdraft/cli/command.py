@@ -132,24 +132,22 @@ def _click_option(declared_option: Declared, defaults: Mapping[str, Any]) -> Dec
     if flag.unset and not default:
         help_ = f"{help_.removesuffix('.')}; default: {flag.unset}."
     long = f"--{declared_option.name.replace('_', '-')}"
-    settings: dict[str, Any] = {"metavar": flag.metavar}
+    names, settings = flag.names or (long,), dict[str, Any](metavar=flag.metavar)
     if flag.commas:
-        names = flag.names or (long,)
         settings |= {"callback": parse_integers, "default": None}
     elif kind is bool:
-        names = flag.names or ((f"{long}/--no-{long[2:]}",) if default else (long,))
+        if default and not flag.names:
+            names = (f"{long}/--no-{long[2:]}",)
         settings |= {"is_flag": True, "default": bool(default)}
         settings["show_default"] = any("/" in name for name in names)
     else:
-        names = flag.names or (long,)
         settings["type"] = _click_type(declared_option)
         settings["multiple"] = declared_option.multiple
-        if declared_option.default is MISSING and declared_option.name not in defaults:
+        if default is MISSING:
             settings["required"] = True
-        elif default not in (None, (), ""):
-            settings |= {"default": default, "show_default": flag.show_default}
-        elif default == "":
-            settings["default"] = ""
+        elif default not in (None, ()):
+            is_shown = flag.show_default and default != ""
+            settings |= {"default": default, "show_default": is_shown}
     words = " ".join((flag.group, *names, declared_option.name))
     return option(words, help_, **settings)
 
@@ -164,7 +162,7 @@ def parse_integers(context: Any, param: Any, value: str | None) -> tuple[int, ..
 def _click_type(declared_option: Declared) -> Any:
     flag, kind = declared_option.flag, declared_option.kind
     if flag.choices:
-        return _Choice(flag.choices, kind)
+        return click.Choice(flag.choices)
     if kind is Path:
         return click.Path(path_type=Path)
     least = flag.least if flag.above is None else flag.above
@@ -172,14 +170,3 @@ def _click_type(declared_option: Declared) -> Any:
         return kind
     bounded: Any = click.IntRange if kind is int else click.FloatRange
     return bounded(least, flag.most, min_open=flag.above is not None)
-
-
-class _Choice(click.Choice):  # type: ignore[type-arg]
-    """A click type: one of `choices`, converted from text to the type `kind`."""
-
-    def __init__(self, choices: Collection[Any], kind: type) -> None:
-        super().__init__([str(choice) for choice in choices])
-        self.kind = kind
-
-    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
-        return self.kind(super().convert(str(value), param, ctx))
