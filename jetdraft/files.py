@@ -19,12 +19,10 @@ MAX_BYTES = 1 << 28  # A device or a pipe may never end.
 
 def check_name(file: Path) -> None:
     """Raise `OSError` for a path that no file can have: with a NUL or a surrogate."""
-    try:
-        is_possible = b"\0" not in os.fsencode(file)
-    except UnicodeError:
-        is_possible = False
-    if not is_possible:
-        raise OSError(errno.EINVAL, "no file can have this name")
+    refusal = OSError(errno.EINVAL, "no file can have this name")
+    with refusing(refusal, UnicodeError):
+        if b"\0" in os.fsencode(file):
+            raise refusal
 
 
 def is_free(folder: Path) -> bool:

@@ -133,20 +133,17 @@ def takes(record: Callable[P, R]) -> Callable[[Callable[[R], T]], Callable[P, T]
         def call(*args: P.args, **options: P.kwargs) -> T:
             return function(record(*args, **options))
 
-        hints = get_type_hints(record)
+        hints, signature = get_type_hints(record), inspect.signature(record)
         returned = get_type_hints(function).get("return", Any)
-        signature = inspect.signature(record)
+        parameters = [
+            parameter.replace(annotation=hints.get(name, Any))
+            for name, parameter in signature.parameters.items()
+        ]
         call.__signature__ = signature.replace(  # type: ignore[attr-defined]
-            parameters=[
-                parameter.replace(annotation=hints.get(name, Any))
-                for name, parameter in signature.parameters.items()
-            ],
-            return_annotation=returned,
+            parameters=parameters, return_annotation=returned
         )
-        call.__annotations__ = {
-            **{name: hints.get(name, Any) for name in signature.parameters},
-            "return": returned,
-        }
+        kinds = {each.name: each.annotation for each in parameters}
+        call.__annotations__ = kinds | {"return": returned}
         own = declared_options(cast(type, record))
         rows = "\n".join(f"- `{option.name}`: {option.help}" for option in own)
         call.__doc__ = f"{inspect.getdoc(function)}\n\n{rows}"
@@ -213,9 +210,8 @@ def _rules(kind: type[Any]) -> list[tuple[str, tuple[Any, ...], list[Range], Any
     """The fields of a dataclass: name, types of the value, ranges and choices."""
     rules, hints = [], get_type_hints(kind, include_extras=True)
     for field in dataclasses.fields(kind):
-        base, *extras = [hints[field.name]]
-        if get_origin(base) is Annotated:
-            base, *extras = get_args(base)
+        hint = hints[field.name]
+        base, *extras = get_args(hint) if get_origin(hint) is Annotated else (hint,)
         ranges = [extra for extra in extras if isinstance(extra, Range)]
         flag, allowed = map(field.metadata.get, ("flag", "allowed"))
         if allowed:

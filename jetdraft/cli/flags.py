@@ -52,11 +52,8 @@ def runtime_options(*more: str) -> Decorator:
 
 def generate_options(*names: str, **defaults: Any) -> Decorator:
     """Decorate a command with flags of `GenerateOptions`; it gets them as `options`."""
-    if "method" in names:
-        defaults["method"] = AUTO
-    if "exact" in names:
-        defaults["exact"] = True
-    as_options = record_flags("options", GenerateOptions, only=names, **defaults)
+    own = {"method": AUTO, "exact": True, **defaults}
+    as_options = record_flags("options", GenerateOptions, only=names, **own)
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)
