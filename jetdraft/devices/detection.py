@@ -6,6 +6,7 @@ import platform
 import re
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -194,6 +195,14 @@ def module_rails(root: Path = Path("/")) -> list[Rail]:
     return [rail for rail in measured if rail.name in MODULE_RAILS][:1] or measured
 
 
+def watts_of(rails: Sequence[Rail]) -> float | None:
+    """The power of some rails now in watts; None where a rail cannot be read."""
+    try:
+        return sum(rail.watts() for rail in rails)
+    except (OSError, ValueError):
+        return None
+
+
 class Meter:
     """Measures the energy that its `with` block uses; `joules` is None if it cannot."""
 
@@ -217,20 +226,14 @@ class Meter:
 
     def _integrate(self) -> None:
         """Add the energy between readings; a vanished rail makes `joules` None."""
-        joules, before, watts = 0.0, time.perf_counter(), self._watts()
+        joules, before, watts = 0.0, time.perf_counter(), watts_of(self._rails)
         done = False
         while watts is not None and not done:
             done = self._stop.wait(self._interval)
-            now, next_watts = time.perf_counter(), self._watts()
+            now, next_watts = time.perf_counter(), watts_of(self._rails)
             if next_watts is None:
                 self.joules = None  # the energy until now would be too little
                 return
             joules += (now - before) * (watts + next_watts) / 2
             before, watts = now, next_watts
             self.joules = joules
-
-    def _watts(self) -> float | None:
-        try:
-            return sum(rail.watts() for rail in self._rails)
-        except (OSError, ValueError):
-            return None

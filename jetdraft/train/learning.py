@@ -18,7 +18,7 @@ from torch import Tensor
 
 from jetdraft import errors
 from jetdraft.checkpoints.layers import add_lora, merge_lora
-from jetdraft.devices.detection import module_rails
+from jetdraft.devices.detection import module_rails, watts_of
 from jetdraft.errors import as_error
 from jetdraft.export.drafters import Arrays
 from jetdraft.files import check_writable
@@ -62,7 +62,8 @@ class Pace:
     def wait_for_step(self) -> bool:
         """Wait while the module draws too much; returns whether time is left."""
         self.pause()
-        while self._exceeds_watts():
+        # Where a rail has vanished, the seconds still bound the training.
+        while self.watts and (watts_of(self._rails) or 0.0) > self.watts:
             time.sleep(REST_SECONDS)
         self._began = time.monotonic()
         return self.has_time
@@ -72,15 +73,6 @@ class Pace:
         if self._began is not None:
             self.spent += time.monotonic() - self._began
         self._began = None
-
-    def _exceeds_watts(self) -> bool:
-        """Whether the module draws more than the bound; False if it cannot be read."""
-        if self.watts is None:
-            return False
-        try:
-            return sum(rail.watts() for rail in self._rails) > self.watts
-        except (OSError, ValueError):
-            return False  # a rail has vanished; the seconds still bound the training
 
 
 @dataclass(frozen=True)
