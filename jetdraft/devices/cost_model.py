@@ -464,9 +464,7 @@ class LoadedDecoder:
         """Predict the milliseconds of a pass of `width` rows after `context` tokens."""
         read = self.pass_bytes(context, width)
         reading = read / (mode.bandwidth_gbs * efficiency.bandwidth)
-        rows_ms = 0.0
-        if width > 1:
-            rows_ms = (width - 1) * self.row_ms(mode, efficiency)
+        rows_ms = (width - 1) * self.row_ms(mode, efficiency) if width > 1 else 0.0
         return efficiency.pass_ms + reading / 1e6 + rows_ms
 
     def row_ms(self, mode: PowerMode, efficiency: Efficiency) -> float:

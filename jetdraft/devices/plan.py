@@ -7,20 +7,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from jetdraft.contracts.tensors import WIDEST
+from jetdraft.devices import cost_model
 from jetdraft.devices.best_tree import best_tree
-from jetdraft.devices.cost_model import (
-    BOUND,
-    FITTED,
-    HALF_BYTES,
-    RUNTIME_MB,
-    SINGLE_BYTES,
-    Dimensions,
-    Efficiency,
-    Encoder,
-    EncoderWork,
-    LoadedDecoder,
-    gguf_recipe,
-)
+from jetdraft.devices.cost_model import Dimensions, Encoder, EncoderWork, LoadedDecoder
 from jetdraft.devices.device import Device, PowerMode
 from jetdraft.errors import DeviceError
 from jetdraft.options import Checked, Range, at_least, declared
@@ -115,14 +104,13 @@ class Plan:
 
     def to_json(self) -> dict[str, Any]:
         """The plan as a JSON object, rounded."""
-        parts = {name: round(mb, 1) for name, mb in self.memory_mb.items()}
         names = ("provider", "basis", "device", "power_mode", "quantization", "context")
         return {
             **{name: getattr(self, name) for name in names},
             "acceptance": self.acceptance,
             "fits": self.fits,
             "memory_mb": round(self.needed_mb, 1),
-            "memory_parts_mb": parts,
+            "memory_parts_mb": {n: round(mb, 1) for n, mb in self.memory_mb.items()},
             "available_mb": round(self.available_mb, 1),
             "weights": self.sizes.weights,
             "weights_per_row": self.sizes.row_weights + self.sizes.head,
@@ -169,9 +157,8 @@ class Question(Checked):
         super().__post_init__()
         recipe, device = self.recipe, self.profile
         if not (self.on_cpu or device.compute_capability):
-            raise DeviceError(
-                f"only the CPU of {self.device} can be planned; give --provider cpu"
-            )
+            fact = f"only the CPU of {self.device} can be planned"
+            raise DeviceError(f"{fact}; give --provider cpu")
         choices = [name for name in device.quantizations if name in SCHEMES]
         choices += GRIDS if self.on_cpu else ()
         for scheme in (recipe.scheme, recipe.head or recipe.scheme):
@@ -185,7 +172,7 @@ class Question(Checked):
 
     @property
     def recipe(self) -> Recipe:
-        own = gguf_recipe(self.target) if self.on_cpu else None
+        own = cost_model.gguf_recipe(self.target) if self.on_cpu else None
         return Recipe.parse(self.quantization or own or Recipe.scheme)
 
     @property
@@ -198,16 +185,18 @@ def plan(question: Question) -> Plan:
     device = question.profile
     mode = device.power_mode(question.power_mode)
     recipe, on_cpu = question.recipe, question.on_cpu
-    float_bytes = SINGLE_BYTES if on_cpu else HALF_BYTES
+    float_bytes = cost_model.SINGLE_BYTES if on_cpu else cost_model.HALF_BYTES
     target = LoadedDecoder(Dimensions.read(question.target), recipe, float_bytes)
     drafter = None
     if question.drafter is not None:
         sizes = Dimensions.read(Path(question.drafter))
         drafter = LoadedDecoder(sizes, Recipe.for_drafter(recipe), float_bytes)
-    efficiency = BOUND if on_cpu else FITTED[device.compute_capability]
+    fitted = cost_model.FITTED
+    efficiency = cost_model.BOUND if on_cpu else fitted[device.compute_capability]
     board = Board(mode, question.context, target, drafter, efficiency)
     methods, widths = ((), (1,)) if on_cpu else (question.methods, WIDTHS)
-    memory = {"target": target.memory_mb(question.context), "runtime": RUNTIME_MB}
+    memory = {"target": target.memory_mb(question.context)}
+    memory["runtime"] = cost_model.RUNTIME_MB
     if drafter is not None:
         memory["drafter"] = drafter.memory_mb(question.context)
     pictures, encoder = [], question.encoder
@@ -240,7 +229,7 @@ class Board:
     context: int
     target: LoadedDecoder
     drafter: LoadedDecoder | None
-    efficiency: Efficiency
+    efficiency: cost_model.Efficiency
 
     def pass_ms(self, width: int, decoder: LoadedDecoder | None = None) -> float:
         """Predict the ms of a pass of a decoder, by default the target's."""
@@ -270,7 +259,7 @@ class Board:
         """Return `work` and its `ms`; on a CPU they are of reading weights alone."""
         mode, share = self.mode, self.efficiency
         reading = encoder.weight_mb(self.target) / mode.bandwidth_gbs / share.bandwidth
-        known = share is not BOUND
+        known = share is not cost_model.BOUND
         computing = work.gflop / mode.fp16_tflops / share.compute if known else 0.0
         ms = work.passes * (share.pass_ms + reading) + computing
         return {**vars(work), "ms": round(ms, 1)}

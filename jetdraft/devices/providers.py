@@ -280,20 +280,16 @@ def engine_options(
         sizes = [(1, 1, 0), (most, 1, 0), (most, most, most * streams)]
     least, usual, largest = (_shapes(contract, size) for size in sizes)
     cache = "" if folder is None else str(folder / f"width-{width or 'any'}")
-    flags = {
-        "trt_fp16_enable": contract.dtype == "float16",
-        "trt_engine_cache_enable": folder is not None,
-        "trt_timing_cache_enable": folder is not None,
-    }
+    is_kept = str(int(folder is not None))
     # One profile: onnxruntime 1.31 never leaves the first (pull request 31624).
     return {
-        "trt_engine_cache_path": cache,
-        "trt_timing_cache_path": cache,
+        "trt_fp16_enable": str(int(contract.dtype == "float16")),
+        **{"trt_engine_cache_enable": is_kept, "trt_timing_cache_enable": is_kept},
+        **{"trt_engine_cache_path": cache, "trt_timing_cache_path": cache},
         "trt_profile_min_shapes": least,
         "trt_profile_opt_shapes": usual,
         "trt_profile_max_shapes": largest,
         "device_id": "0",
-        **{name: str(int(value)) for name, value in flags.items()},
     }
 
 

@@ -29,17 +29,22 @@ _ERRORS_ONLY = 3  # onnxruntime's level of logs with errors only.
 
 
 @dataclass(frozen=True)
-class Adapter:
-    """What WebGPU runs on: onnxruntime's `device`, a name, the plug-in's version.
+class VulkanDevice:
+    """A Vulkan device: its name, largest storage buffer in bytes, if it is software."""
 
-    A `software` adapter computes on the CPU. `largest_buffer` is in bytes, or 0.
+    name: str
+    largest_buffer: int
+    software: bool
+
+
+@dataclass(frozen=True)
+class Adapter(VulkanDevice):
+    """What WebGPU runs on, with onnxruntime's `device`; `largest_buffer` may be 0.
+
+    A `software` adapter computes on the CPU.
     """
 
     device: Any
-    name: str
-    version: str
-    software: bool
-    largest_buffer: int
 
 
 @functools.cache
@@ -59,7 +64,7 @@ def find_adapter() -> Adapter:
     software = _is_software(device)
     unknown = VulkanDevice(str(device.device.vendor), 0, software)
     driver = next((one for one in drivers if one.software == software), unknown)
-    return Adapter(device, driver.name, version, software, driver.largest_buffer)
+    return Adapter(**vars(driver), device=device)
 
 
 def _is_software(device: Any) -> bool:
@@ -107,15 +112,6 @@ _INSTANCE, _CPU_TYPE = 1, 4
 # Bytes before deviceName and maxStorageBufferRange in VkPhysicalDeviceProperties.
 _NAME, _STORAGE_RANGE = 20, 324
 _MAX_DEVICES = 16  # The most devices that are listed.
-
-
-@dataclass(frozen=True)
-class VulkanDevice:
-    """A Vulkan device: its name, largest storage buffer in bytes, if it is software."""
-
-    name: str
-    largest_buffer: int
-    software: bool
 
 
 class _InstanceInfo(ctypes.Structure):
