@@ -18,13 +18,11 @@ from jetdraft.checkpoints.layers import Taps, limit_vocab, read_draft_vocabulary
 from jetdraft.checkpoints.model_reader import is_speech_model
 from jetdraft.checkpoints.packed import PackedWeights
 from jetdraft.checkpoints.parameters import set_compute_dtype, store_weights_in
-from jetdraft.checkpoints.streams import ProbedModel, PromptSettings, StreamSettings
+from jetdraft.checkpoints.streams import ProbedModel, ProbeSettings
 from jetdraft.checkpoints.vision import picture_sizes
 from jetdraft.errors import CheckpointError, as_error, printable
 from jetdraft.ort import no_progress_bars, silenced
 from jetdraft.parsing import read_json_file, read_record
-
-ProbeSettings = StreamSettings | PromptSettings
 
 
 @dataclass(frozen=True)
@@ -156,7 +154,7 @@ class Checkpoint:
                 f"the streams in {self.source} were trained for other weights than "
                 "this folder has; train the streams again"
             )
-        return load_probes(self.model, self.streams, folder, scale)
+        return streams.load_probes(self.model, self.streams, folder, scale)
 
     @property
     def vocab_size(self) -> int:
@@ -191,18 +189,12 @@ def read_settings(folder: Path) -> ProbeSettings | None:
             return None
         fields = read_json_file(file)
         is_prompt = fields["mode"] in streams.PROMPT_MODES
-        kind = PromptSettings if is_prompt else StreamSettings
+        kind = streams.PromptSettings if is_prompt else streams.StreamSettings
         settings = {name: fields[name] for name in kind.__dataclass_fields__}
         return read_record(kind, settings)  # type: ignore[no-any-return]
 
 
-def load_probes(
-    model: Any, settings: ProbeSettings, folder: Path, scale: float
-) -> ProbedModel:
-    """Add a checkpoint's probes to its model, in place; see `add_probes`."""
-    if isinstance(settings, PromptSettings):
-        return streams.load_prompts(model, settings, folder)
-    return streams.load_streams(model, settings, folder, scale)
+_CORRECT_IT = "correct its config.json or generation_config.json"
 
 
 def _eos_token_ids(source: str, model: Any) -> tuple[int, ...]:
@@ -213,10 +205,8 @@ def _eos_token_ids(source: str, model: Any) -> tuple[int, ...]:
             continue
         ids = ids if isinstance(ids, list) else [ids]
         if not all(type(token) is int for token in ids):
-            raise CheckpointError(
-                f"the eos_token_id of {source} is {printable(ids, 40)}; correct its "
-                "config.json or generation_config.json"
-            )
+            fact = f"the eos_token_id of {source} is {printable(ids, 40)}"
+            raise CheckpointError(f"{fact}; {_CORRECT_IT}")
         size = model.get_output_embeddings().weight.shape[0]
         return tuple(token for token in ids if 0 <= token < size)
     return ()
@@ -235,9 +225,7 @@ def _start_token_ids(source: str, model: Any) -> tuple[int, ...]:
     if ids[0] is None or not all(
         id is None or (type(id) is int and 0 <= id < size) for id in ids
     ):
-        raise CheckpointError(
-            f"{source} does not say with which token its text begins "
-            f"(decoder_start_token_id {printable(ids[0], 20)}); correct its "
-            "config.json or generation_config.json"
-        )
+        fact = f"{source} does not say with which token its text begins "
+        fact += f"(decoder_start_token_id {printable(ids[0], 20)})"
+        raise CheckpointError(f"{fact}; {_CORRECT_IT}")
     return tuple(id for id in ids if id is not None)

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from jetdraft.checkpoints.layers import add_lora, decoder_layers, final_norm, merge_lora
 from jetdraft.checkpoints.refusals import MAX_LAYERS
-from jetdraft.errors import CheckpointError, OptionError, as_error
+from jetdraft.errors import CheckpointError, as_error
 from jetdraft.options import Checked, between, check_range, setting
 
 
@@ -297,35 +297,6 @@ def add_adapters(model: Any, settings: StreamSettings) -> None:
     add_lora(model, chosen, settings.lora_rank, _ADAPTER)
 
 
-def load_streams(
-    model: Any, settings: StreamSettings, folder: Path, scale: float = 1.0
-) -> StreamedModel:
-    """Add streams to a checkpoint's model, in place; see `Checkpoint.add_probes`."""
-    settings.check(len(decoder_layers(model)))
-    add_adapters(model, settings)
-    hidden = model.get_input_embeddings().embedding_dim
-    streamed = StreamedModel(model, Streams(settings, hidden))
-    load_probe_weights(streamed, folder, "streams")
-    if settings.mode == SHARED:
-        merge_lora(model, _ADAPTER, scale)
-        file = (folder / WEIGHTS).read_bytes()
-        streamed.lora_id = f"{hashlib.sha256(file).hexdigest()} {scale}"
-    return streamed.requires_grad_(False).eval()
-
-
-def load_probe_weights(probed: ProbedModel, folder: Path, kind: str) -> None:
-    """Load the trained weights of probes; raises `CheckpointError` unless all fit."""
-    fact, fix = f"{folder / WEIGHTS} does not fit {SETTINGS}", f"train the {kind} again"
-    causes = OSError, KeyError, ValueError, SafetensorError
-    with as_error(CheckpointError, causes, fact, fix):
-        tensors = load_file(folder / WEIGHTS)
-        for name, weight in probed.task.items():
-            if tensors[name].shape != weight.shape:
-                shapes = [list(each.shape) for each in (tensors[name], weight)]
-                raise ValueError(f"{name} is {shapes[0]}, expected {shapes[1]}")
-            weight.data.copy_(tensors[name])
-
-
 PROMPTS, FORECAST = "prompts", "forecast"  # Values of `mode`.
 PROMPT_MODES = (PROMPTS, FORECAST)
 MAX_RANKS = 8  # The most guesses of a prompt token whose acceptance rates are stored.
@@ -353,9 +324,7 @@ class PromptSettings:
             ("ensemble", self.members, 1, 64),
             ("prefix", self.prefix, int(self.mode == FORECAST), 1024),
         ):
-            if not least <= value <= most:
-                fact = f"{name} {value} is out of range"
-                raise OptionError(f"{fact}; give {least} to {most}")
+            check_range(name, value, between(least, most), integer=True)
 
 
 class Prompts(nn.Module):
@@ -437,9 +406,38 @@ class PromptedModel(ProbedModel):
         return starts[None].expand(hidden.shape[0], -1, -1)
 
 
-def load_prompts(model: Any, settings: PromptSettings, folder: Path) -> PromptedModel:
-    """Add a checkpoint's prompt tokens to its model, in place."""
-    settings.check()
-    prompted = PromptedModel(model, Prompts.empty(settings, model))
-    load_probe_weights(prompted, folder, "prompt tokens")
-    return prompted.requires_grad_(False).eval()
+ProbeSettings = StreamSettings | PromptSettings
+
+
+def load_probes(
+    model: Any, settings: ProbeSettings, folder: Path, scale: float
+) -> ProbedModel:
+    """Add a checkpoint's probes to its model, in place; see `Checkpoint.add_probes`."""
+    if isinstance(settings, PromptSettings):
+        settings.check()
+        prompted = PromptedModel(model, Prompts.empty(settings, model))
+        return _load_weights(prompted, folder, "prompt tokens")
+    settings.check(len(decoder_layers(model)))
+    add_adapters(model, settings)
+    hidden = model.get_input_embeddings().embedding_dim
+    streamed = StreamedModel(model, Streams(settings, hidden))
+    _load_weights(streamed, folder, "streams")
+    if settings.mode == SHARED:
+        merge_lora(model, _ADAPTER, scale)
+        file = (folder / WEIGHTS).read_bytes()
+        streamed.lora_id = f"{hashlib.sha256(file).hexdigest()} {scale}"
+    return streamed
+
+
+def _load_weights(probed: ProbedModel, folder: Path, kind: str) -> ProbedModel:
+    """Load the trained weights of probes; raises `CheckpointError` unless all fit."""
+    fact, fix = f"{folder / WEIGHTS} does not fit {SETTINGS}", f"train the {kind} again"
+    causes = OSError, KeyError, ValueError, SafetensorError
+    with as_error(CheckpointError, causes, fact, fix):
+        tensors = load_file(folder / WEIGHTS)
+        for name, weight in probed.task.items():
+            if tensors[name].shape != weight.shape:
+                shapes = [list(each.shape) for each in (tensors[name], weight)]
+                raise ValueError(f"{name} is {shapes[0]}, expected {shapes[1]}")
+            weight.data.copy_(tensors[name])
+    return probed.requires_grad_(False).eval()

@@ -16,8 +16,8 @@ from tasks import rouge_l
 from torch import Tensor
 
 from jetdraft import Stats
-from jetdraft.checkpoints.checkpoint import load_probes, read_settings
-from jetdraft.checkpoints.streams import FORECAST, PromptSettings
+from jetdraft.checkpoints.checkpoint import read_settings
+from jetdraft.checkpoints.streams import FORECAST, PromptSettings, load_probes
 from jetdraft.devices.cost_model import FITTED, RUNTIME_MB
 from jetdraft.devices.device import Device
 from jetdraft.methods.chimera.task import ChimeraTask
