@@ -47,14 +47,15 @@ def silenced(level: int) -> Iterator[None]:
 
 
 @contextmanager
-def no_progress_bars() -> Iterator[None]:
-    """Hide the loaders' progress bars while the block runs."""
+def quiet_loaders() -> Iterator[None]:
+    """Hide the loaders' progress bars and warnings while the block runs."""
     import transformers  # which the command line does not wait for
 
     shown = os.environ.get("HF_HUB_DISABLE_PROGRESS_BARS") is None
     transformers.utils.logging.disable_progress_bar()
     try:
-        yield
+        with silenced(logging.WARNING):
+            yield
     finally:
         if shown:
             transformers.utils.logging.enable_progress_bar()

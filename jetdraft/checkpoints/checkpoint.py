@@ -1,6 +1,5 @@
 """Reads a Hugging Face checkpoint: its model, tokenizer and special tokens."""
 
-import logging
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
@@ -21,7 +20,7 @@ from jetdraft.checkpoints.parameters import set_compute_dtype, store_weights_in
 from jetdraft.checkpoints.streams import ProbedModel, ProbeSettings
 from jetdraft.checkpoints.vision import picture_sizes
 from jetdraft.errors import CheckpointError, as_error, printable
-from jetdraft.ort import no_progress_bars, silenced
+from jetdraft.ort import quiet_loaders
 from jetdraft.parsing import read_json_file, read_record
 
 
@@ -63,7 +62,7 @@ class Checkpoint:
         if is_gguf(source):
             return cls._load_gguf(source, dtype, keeps_grids)
         check_folder(source)
-        with silenced(logging.WARNING), no_progress_bars():
+        with quiet_loaders():
             config = model_reader.load_config(source)
             generation = GenerationFields.read(source)
             packed = model_reader.read_packed(source, config, keeps_grids)
@@ -98,7 +97,7 @@ class Checkpoint:
 
     @classmethod
     def _load_gguf(cls, source: str, dtype: torch.dtype, keeps_grids: bool) -> Self:
-        with silenced(logging.WARNING), no_progress_bars():
+        with quiet_loaders():
             with opened_gguf(source) as file:
                 passed_over, config = file.passed_over(), file.config()
                 packed, text = file.weights(config, keeps_grids), file.tokenizer_json()

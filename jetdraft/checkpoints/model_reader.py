@@ -1,7 +1,6 @@
 """Reads a checkpoint's config, model, tokenizer, and what it says of speech."""
 
 import contextlib
-import logging
 import statistics
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -28,7 +27,7 @@ from jetdraft.checkpoints.packed import MXFP4, PackedWeights, load_tensors
 from jetdraft.checkpoints.recurrence import connect
 from jetdraft.contracts.tensors import EXPERTS
 from jetdraft.errors import CheckpointError, UnsupportedModelError, as_error, printable
-from jetdraft.ort import no_progress_bars, silenced
+from jetdraft.ort import quiet_loaders
 from jetdraft.parsing import RecordError, read_record
 
 # Tasks of decoders and encoder-decoders, as optimum names them.
@@ -91,7 +90,7 @@ def check_exportable(source: str) -> None:
     if is_gguf(source):
         return
     check_folder(source)
-    with silenced(logging.WARNING), no_progress_bars():
+    with quiet_loaders():
         config = load_config(source)
     _model_class(source, config)
     text = config.get_text_config(decoder=True)
@@ -213,7 +212,7 @@ def expert_columns(source: str) -> tuple[dict[str, int], bool]:
     if is_gguf(source):
         with opened_gguf(source) as file:
             return file.expert_columns(), True
-    with silenced(logging.WARNING), no_progress_bars():
+    with quiet_loaders():
         config = load_config(source)
         if _expert_count(config) < 2:
             return {}, False
@@ -410,7 +409,7 @@ def read_tokenizer(source: str) -> str | None:
         with opened_gguf(source) as file:
             return file.tokenizer_json()
     check_folder(source)
-    with silenced(logging.WARNING), no_progress_bars():
+    with quiet_loaders():
         tokenizer = load_tokenizer(source)
     return tokenizer and str(tokenizer.backend_tokenizer.to_str())
 

@@ -1,6 +1,5 @@
 """The encoder of a checkpoint's pictures, and how its processor cuts them."""
 
-import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -24,7 +23,7 @@ from jetdraft.checkpoints.defaults import read_fields
 from jetdraft.checkpoints.folder import NO_OWN_CODE, as_checkpoint_error, stored_dtype
 from jetdraft.devices.cost_model import Encoder, EncoderWork
 from jetdraft.errors import UnsupportedModelError
-from jetdraft.ort import no_progress_bars, silenced
+from jetdraft.ort import quiet_loaders
 from jetdraft.parsing import MAX_SIZE
 from jetdraft.runtime.passes.pictures import Size, cut, encoder_inputs
 
@@ -315,7 +314,7 @@ def read_vision(
     `text` is its language model, and `file` the name of the encoder's graph. Raises
     `CheckpointError`.
     """
-    with silenced(logging.WARNING), no_progress_bars(), as_checkpoint_error(source):
+    with quiet_loaders(), as_checkpoint_error(source):
         how = {"attn_implementation": "eager", "dtype": stored_dtype(source)}
         how |= NO_OWN_CODE
         whole = transformers.AutoModelForImageTextToText.from_pretrained(source, **how)
@@ -354,8 +353,7 @@ def count_work(source: str, sizes: Sequence[Size]) -> Encoder | None:
     if family is None:
         return None
     with (
-        silenced(logging.WARNING),
-        no_progress_bars(),
+        quiet_loaders(),
         as_checkpoint_error(source),
         torch.no_grad(),
         FakeTensorMode() as mode,
