@@ -182,7 +182,8 @@ class Service:
         return {"status": "ok", **state}
 
     async def _serve_metrics(self, request: Request) -> Response:
-        return Response(self.metrics.text(), media_type="text/plain; version=0.0.4")
+        kind = "text/plain; version=0.0.4"
+        return Response(generate_latest(self.metrics), media_type=kind)
 
     async def _tell_models(self, request: Request) -> Json:
         """Show the model in the path, or list all."""
@@ -285,18 +286,16 @@ class Service:
             async with asyncio.timeout(self.limits.max_wait):
                 await self._sound_slots.acquire()
         try:
-            return await self._transcribe_form(request)
+            most = self.limits.max_sound_bytes
+            data = await self._read_body(request, FORM_TYPE, most)
+            wanted = TranscriptionRequest.of(data, request.headers["content-type"])
+            del data  # the request waits for a model with the sound alone
+            self._checked_name(wanted.model or self.name)
+            wanted.options["max_seconds"] = self.limits.max_seconds
+            job = self._start_job(request, wanted)
+            return await self._finish(request, job, wanted.response)
         finally:
             self._sound_slots.release()
-
-    async def _transcribe_form(self, request: Request) -> Response:
-        data = await self._read_body(request, FORM_TYPE, self.limits.max_sound_bytes)
-        wanted = TranscriptionRequest.of(data, request.headers["content-type"])
-        del data  # the request waits for a model with the sound alone
-        self._checked_name(wanted.model or self.name)
-        wanted.options["max_seconds"] = self.limits.max_seconds
-        job = self._start_job(request, wanted)
-        return await self._finish(request, job, wanted.response)
 
     async def _read_object(self, request: Request) -> Json:
         """Read the JSON object in the body, without fields that are null."""
@@ -383,10 +382,6 @@ class Metrics(Collector):
     def __init__(self, queue: RequestQueue) -> None:
         self._queue = queue
         self.request_counts: Counter[tuple[str, int]] = Counter()
-
-    def text(self) -> bytes:
-        """Return the metrics in Prometheus' text format, as bytes."""
-        return bytes(generate_latest(self))
 
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics with their values of now; prometheus_client calls it."""

@@ -55,8 +55,7 @@ def block_dialect(
 
     def whole(answer: Json, reply: Reply) -> Json:
         blocks = list[Block]()
-        for _ in grow(blocks, answer):
-            pass
+        list(grow(blocks, answer))
         return write(reply, blocks, True)
 
     return Dialect(read, whole, *more)
