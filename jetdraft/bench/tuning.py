@@ -145,11 +145,10 @@ def _draft_ms(proposer: Proposer, context: Sequence[int], target: Graph) -> floa
     proposer.begin(context[:middle], Chooser(Sampling()))
     if target.contract.feature_size:
         _run_target(target, context, proposer)
-    seconds, drafted = [], 0
+    seconds = []
     for end in range(middle + 1, len(context) - DRAFT_TOKENS):
         start = time.perf_counter()
         count = proposer.propose(context[:end], DRAFT_TOKENS).drafted
         if count:
             seconds.append((time.perf_counter() - start) / count)
-            drafted += count
-    return 1e3 * float(np.median(seconds)) if drafted else 0.0
+    return 1e3 * float(np.median(seconds)) if seconds else 0.0

@@ -91,26 +91,23 @@ def _print_progress(bars: ProgressBars, run: Training, progress: Progress) -> No
 @click.command("acceptance", cls=Command)
 @flags.bundle_argument
 @flags.prompts_option
-@keyword_flags(
-    GenerateOptions, only=("max_new_tokens", "temperature"), max_new_tokens=128
-)
+@flags.generate_options("max_new_tokens", "temperature", max_new_tokens=128)
 @keyword_flags(TrainingOptions, only=("seed",))
-@keyword_flags(LoadOptions, only=("threads", "adapter"))
+@record_flags("runtime", LoadOptions, only=("threads", "adapter"))
 def acceptance(
     bundle: Path,
     prompts_file: Path | None,
-    max_new_tokens: int,
-    temperature: float | None,
-    threads: int | None,
-    adapter: str | None,
+    options: GenerateOptions,
     seed: int,
+    runtime: LoadOptions,
 ) -> None:
     """Watch BUNDLE's drafter, and learn when it should stop (stopping=learned)."""
-    model = load(bundle, threads=threads, adapter=adapter)
+    model = load(bundle, **runtime)
     prompts = read_prompts(prompts_file, model)
     with ProgressBars() as bars:
         tick = bars.start_stage("watch", len(prompts))
-        how = max_new_tokens, temperature or 0.0, tick, seed
+        temperature = options.get("temperature", 0.0)
+        how = options["max_new_tokens"], temperature, tick, seed
         hidden, accepted = record_verdicts(model, prompts, *how)
     head, loss = fit_head(hidden, accepted, seed=seed)
     file = model.parts.profiles.acceptance_file

@@ -104,15 +104,12 @@ class LabelCache:
         rows = [list(map(self._tensors.read, of_text)) for of_text in names]
         if any(part is None for row in rows for part in row):
             return None
+        halves, *others = zip(*rows, strict=True)
         # Autocast, which surrounds a training, cannot join halves.
-        wanted, mass, known, tokens = zip(*rows, strict=True)
-        device = batch.ids.device
-        return Labels(
-            torch.cat([part.float() for part in wanted]).to(device),
-            torch.cat(mass).to(device),
-            torch.cat(known).to(device),
-            torch.cat(tokens).long().to(device),
-        )
+        parts: list[Any] = [[part.float() for part in halves], *others]
+        joined = (torch.cat(part).to(batch.ids.device) for part in parts)
+        wanted, mass, known, tokens = joined
+        return Labels(wanted, mass, known, tokens.long())
 
     def write(self, batch: Batch, labels: Labels) -> Labels:
         """Add the exact labels of a batch; returns them cut to the `kept` tokens."""

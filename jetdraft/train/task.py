@@ -92,8 +92,7 @@ class Run:
 
     @property
     def device(self) -> torch.device:
-        device: torch.device = self.accelerator.device
-        return device
+        return torch.device(self.accelerator.device)
 
     @property
     def processes(self) -> int:
