@@ -442,11 +442,9 @@ def check_pair(
         raise PairError(fact)
     for layer, *shape in drafter.reads:
         if target.kv_bits or target.kv_shapes[layer : layer + 1] != (tuple(shape),):
-            raise PairError(
-                f"the {name} reads {shape[0]} heads of {shape[1]} floats of the "
-                f"target's layer {layer}, which the target does not keep; export both "
-                "together"
-            )
+            fact = f"the {name} reads {shape[0]} heads of {shape[1]} floats of the "
+            fact += f"target's layer {layer}, which the target does not keep"
+            raise PairError(f"{fact}; export both together")
 
 
 def read_streams(file: Path, bundle: Bundle) -> dict[str, npt.NDArray[Any]]:

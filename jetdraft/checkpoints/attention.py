@@ -136,10 +136,10 @@ def attend(
     _check_call(module, unknown, layer in state.windows)
     state.windows[layer] = sliding_window or 0
     lender = state.lender_of(layer, key, value)
-    scale, size = query.shape[-1] ** -0.5, value.shape[-1]
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    size = value.shape[-1]
     if attends_both_ways(getattr(module, "config", None)):
-        own_scale = scale if scaling is None else scaling
-        return _attend_both_ways(query, key, value, own_scale, sliding_window), None
+        return _attend_both_ways(query, key, value, scale, sliding_window), None
     query, key, value = _as_wide(query, key, value)
     place = len(state.present)
     if lender == layer and place == len(state.past):  # a pass that shows sizes
@@ -153,7 +153,7 @@ def attend(
         value,
         *(state.past[place] if lender == layer else state.present[lender]),
         shared=lender != layer,
-        scale=float(scale if scaling is None else scaling),
+        scale=float(scale),
         window=sliding_window or 0,
         softcap=softcap or 0.0,
         sinks=s_aux,

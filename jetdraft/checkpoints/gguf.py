@@ -221,11 +221,9 @@ class GgufFile:
                 continue
             name = names.get(tensor.name)
             if name is None:
-                raise UnsupportedModelError(
-                    f"{self.source} has the weight {tensor.name!r}, which the "
-                    f"{self.family} models of transformers do not have; export its "
-                    "Hugging Face folder"
-                )
+                fact = f"{self.source} has the weight {tensor.name!r}, which the "
+                fact += f"{self.family} models of transformers do not have"
+                raise UnsupportedModelError(f"{fact}; export its Hugging Face folder")
             is_end = tensor.name in (HEAD_TENSOR, EMBEDDING_TENSOR)
             if config.tie_word_embeddings and is_end:
                 name = names[EMBEDDING_TENSOR]

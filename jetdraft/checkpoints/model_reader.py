@@ -258,12 +258,10 @@ def _model_class(source: str, config: Any) -> Any:
         model_class = find(task, "pt", model_type=kind, library=library)
     mapping = getattr(model_class, "_model_mapping", None)
     if mapping is not None and type(config) not in mapping:
-        more = config.get_text_config(decoder=True) is not config
-        raise UnsupportedModelError(
-            f"{source} is a {kind!r} model, which "
-            f"{'reads more than text' if more else 'writes no text'}, and jetdraft "
-            "exports language models alone; see docs/models.md"
-        )
+        is_text = config.get_text_config(decoder=True) is config
+        does = "writes no text" if is_text else "reads more than text"
+        fact = f"{source} is a {kind!r} model, which {does}, and jetdraft exports "
+        raise UnsupportedModelError(f"{fact}language models alone; see docs/models.md")
     return model_class
 
 
@@ -328,11 +326,9 @@ def _check_loaded(
         fact = "attends by code of its own, or not at all, in place of transformers' "
         raise UnsupportedModelError.of(model, f"{fact}AttentionInterface")
     if unknown := sorted(set(integers).difference(names)):
-        raise CheckpointError(
-            f"{source} has quantized weights {unknown[0]!r} and {len(unknown) - 1} "
-            "more under names that its architecture does not have; save it again with "
-            "a current transformers"
-        )
+        fact = f"{source} has quantized weights {unknown[0]!r} and {len(unknown) - 1} "
+        fact += "more under names that its architecture does not have"
+        raise CheckpointError(f"{fact}; save it again with a current transformers")
 
 
 PREPROCESSOR = "preprocessor_config.json"

@@ -134,11 +134,9 @@ def _read_mxfp4(name: str, blocks: Tensor, scales: Tensor, expert: int) -> Bytes
         halves = scaled.astype("<f2")
     wrong = halves != scaled
     if wrong.any():
-        raise UnsupportedModelError(
-            f"the weight {name} has blocks with an exponent of "
-            f"{exponents[wrong][0] - 127}, which no half holds; export the model of "
-            "floats"
-        )
+        fact = f"the weight {name} has blocks with an exponent of "
+        fact += f"{exponents[wrong][0] - 127}, which no half holds"
+        raise UnsupportedModelError(f"{fact}; export the model of floats")
     shifted = (integers + 16).astype(np.uint8)
     low = shifted[..., :16] & 15 | (shifted[..., 16:] & 15) << 4
     high = np.packbits(shifted >> 4, axis=-1, bitorder="little")

@@ -234,10 +234,8 @@ def check_kinds(source: str, field: Callable[[str], Any]) -> None:
     said = [f"{words} ({sign})" for words, sign in found if sign is not None]
     said = said[found[0][1] is not None :] or said  # experts are a reason alone
     if said:
-        raise UnsupportedModelError(
-            f"{source} {' and '.join(said)}, which jetdraft does not export yet; see "
-            "docs/models.md"
-        )
+        fact = f"{source} {' and '.join(said)}, which jetdraft does not export yet"
+        raise UnsupportedModelError(f"{fact}; see docs/models.md")
 
 
 _LAYER_PATTERN = re.compile(r"((?:.*?\.)?(?:layers?|blocks?|h))\.(\d+)\.(.*)")

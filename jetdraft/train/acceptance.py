@@ -83,17 +83,11 @@ def record_verdicts(
 def _find_drafting(model: Model) -> tuple[str, ModelProposer]:
     drafter = model.parts.drafter
     if drafter is None or not drafter.contract.stands_alone:
-        raise OptionError(
-            "an acceptance head needs a drafter; export with --drafter, and do not "
-            "pass --drafter-provider off",
-            "method",
-        )
+        fix = "export with --drafter, and do not pass --drafter-provider off"
+        raise OptionError(f"an acceptance head needs a drafter; {fix}", "method")
     if not drafter.contract.hidden_size:
-        raise OptionError(
-            "the drafter gives no hidden states; export the bundle again with this "
-            "version",
-            "bundle",
-        )
+        fix = "export the bundle again with this version"
+        raise OptionError(f"the drafter gives no hidden states; {fix}", "bundle")
     for name, proposer in model.planner.proposers().items():
         if methods()[name].cost == "drafter" and isinstance(proposer, ModelProposer):
             return name, proposer

@@ -185,11 +185,9 @@ class TensorCache:
         with as_error(OutputError, OSError, fact, "choose another folder"):
             folder.mkdir(parents=True, exist_ok=True)
             if note.exists() and note.read_text(encoding="utf-8") != owner:
-                raise OutputError(
-                    f"{folder} holds what another target said, or for other taps, "
-                    "another draft vocabulary or other --cache-tokens; choose another "
-                    "folder"
-                )
+                fact = f"{folder} holds what another target said, or for other taps, "
+                fact += "another draft vocabulary or other --cache-tokens"
+                raise OutputError(f"{fact}; choose another folder")
             # Whole at once, since other processes of the training read it now.
             write_text(note, owner)
         for file in sorted(folder.glob("states-*.safetensors")):

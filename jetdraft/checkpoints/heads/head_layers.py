@@ -179,6 +179,5 @@ def make_target_layers(model: Any, count: int) -> HeadLayers:
         layers = [layer_class(config, index) for index in range(count)]
     if rotary is None:
         fact = "has no rotary embedding, so its MTP layer cannot be made"
-        fix = "export without the head (--head none)"
         raise UnsupportedModelError.of(model, fact, fix)
     return HeadLayers(layers, copy.deepcopy(rotary), config)

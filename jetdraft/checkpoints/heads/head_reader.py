@@ -110,10 +110,8 @@ def _no_head_message(files: HeadFiles, target: str) -> str:
             "export yet; give a head that attends as Llama does"
         )
     published = [kind.published for kind in drafter_classes() if kind.published]
-    return (
-        f"{source} holds no head that jetdraft knows; it reads heads of "
-        f"{', '.join(published)}"
-    )
+    fact = f"{source} holds no head that jetdraft knows"
+    return f"{fact}; it reads heads of {', '.join(published)}"
 
 
 def _load_tensors(
