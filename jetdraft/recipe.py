@@ -24,6 +24,8 @@ KV_SCHEMES = ("int8",)
 ALGORITHMS = ("rtn", "k_quant", "hqq", "gptq")
 # Algorithms that need the second moments of what enters each matrix over a text.
 CALIBRATED = ("gptq",)
+# What types of llama.cpp can be rounded by.
+GRID_ALGORITHMS = ("rtn", *CALIBRATED)
 # Algorithms that store no zeros; TensorRT reads only these.
 SYMMETRIC = ("rtn", "gptq")
 # The fastest block size on a CPU; docs/log/quantization.md has the figures.
@@ -98,9 +100,9 @@ class Recipe:
         if self.scheme == "none" and self.head is not None:
             fact = "a recipe with the scheme none cannot quantize the head"
             raise OptionError(f"{fact}; leave head out, or choose {', '.join(BITS)}")
-        if self.scheme in GRIDS and self.algorithm != "rtn":
+        if self.scheme in GRIDS and self.algorithm not in GRID_ALGORITHMS:
             fact = f"{self.scheme} rounds in its own way, not by {self.algorithm}"
-            raise OptionError(f"{fact}; leave {self.algorithm} out, or choose int8")
+            raise OptionError(f"{fact}; choose gptq, leave it out, or choose int8")
         if self.raised and self.scheme not in RAISED:
             fact = f"layers of {self.scheme} cannot get more bits"
             fix = f"leave up and limits out, or choose {' or '.join(RAISED)}"
@@ -141,7 +143,8 @@ class Recipe:
         up = f"-up{'.'.join(map(str, self.raised))}" if self.raised else ""
         if self.scheme in GRIDS:
             block = f"-b{self.block_size}" if self.has_blocks else ""
-            return f"{self.scheme}{block}{up}{head}{cache}"
+            how = "" if self.algorithm == ALGORITHMS[0] else f"-{self.algorithm}"
+            return f"{self.scheme}{how}{block}{up}{head}{cache}"
         return f"{self.scheme}-{self.algorithm}-b{self.block_size}{up}{head}{cache}"
 
     @property
@@ -199,7 +202,9 @@ class Recipe:
             scheme = self.head or scheme
         elif unit in map(str, self.raised):
             scheme = RAISED[scheme]
-        algorithm = "rtn" if scheme in GRIDS else self.algorithm
+        algorithm = self.algorithm
+        if scheme in GRIDS and algorithm not in GRID_ALGORITHMS:
+            algorithm = GRID_ALGORITHMS[0]
         return replace(self, scheme=scheme, algorithm=algorithm, head=None, raised=())
 
     def raise_units(self, units: Collection[Unit]) -> Recipe:

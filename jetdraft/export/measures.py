@@ -148,8 +148,9 @@ class Measures:
         if not recipe.needs_moments and (options.fast or not wanted):
             return {}
         if name not in self._moments:
-            model, diagonal = checkpoint.model, not recipe.needs_moments
-            self._moments[name] = second_moments(model, self.windows, diagonal)
+            given = checkpoint.model, self.windows, not recipe.needs_moments
+            tell = partial(self.report, f"measure the {name}'s inputs")
+            self._moments[name] = second_moments(*given, tell)
         return self._moments[name]
 
     def settle_recipes(self) -> ExportOptions:

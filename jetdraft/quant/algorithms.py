@@ -9,6 +9,7 @@ gptq     rounds input by input; the later inputs correct each error (2210.17323)
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import torch
@@ -18,13 +19,11 @@ from torch import Tensor
 
 from jetdraft.quant.blocks import Blocks, Floats, into_blocks
 from jetdraft.quant.grids import GridMatrix, Matrix
-from jetdraft.quant.rounding import round_to_grid
+from jetdraft.quant.rounding import Steps, round_by, round_to_grid
 from jetdraft.recipe import GRIDS, Recipe, grid_for
 
-DAMPING = 0.01  # Share of the mean second moment that is added; the paper's.
 # A matrix of fewer rows or columns stays floats; Gemma 3n's mix whole states.
 FEWEST = 8
-GPTQ_COLUMNS = 4096  # Columns that are quantized at once, in double precision.
 
 
 def rtn(matrix: Floats, bits: int, block_size: int, moments: Floats | None) -> Blocks:
@@ -74,52 +73,20 @@ def gptq(matrix: Floats, bits: int, block_size: int, moments: Floats | None) -> 
     `moments` [rows, rows] are the sums of x x^T over the inputs x. The GPTQ of
     onnxruntime 1.31 reads the zero side of the inverse's triangle: it only rounds.
     """
-    assert moments is not None
-    inverse = _inverse_factor(moments, -(-len(matrix) // block_size) * block_size)
-    starts, how = range(0, matrix.shape[1], GPTQ_COLUMNS), (bits, block_size, inverse)
-    # The columns do not depend on each other.
-    slices = [matrix[:, start : start + GPTQ_COLUMNS] for start in starts]
-    return Blocks.concatenated([_quantize_columns(part, *how) for part in slices])
+    middle, width = 1 << (bits - 1), matrix.dtype.itemsize
 
+    def fit(columns: Tensor, given: Tensor | None) -> Steps:
+        largest = columns.gather(1, columns.abs().argmax(1, keepdim=True))
+        # Rounded to the stored type first, so that errors include this rounding.
+        stored = (largest / -middle).numpy().astype(matrix.dtype)
+        scale = torch.from_numpy(stored).float()
+        pack = partial(np.append, stored.view(np.uint8), axis=1)
+        return Steps(scale, torch.zeros_like(scale), -middle, middle - 1, pack)
 
-def _quantize_columns(matrix: Floats, bits: int, size: int, inverse: Tensor) -> Blocks:
-    rows, middle = len(matrix), 1 << (bits - 1)
-    weights = torch.from_numpy(into_blocks(matrix.T, size, np.float64))
-    columns, count, _ = weights.shape
-    weights = weights.reshape(columns, -1)
-    integers = torch.zeros(weights.shape, dtype=torch.uint8)
-    scales = torch.zeros(columns, count, dtype=torch.double)
-    for block in range(count):
-        own = slice(block * size, (block + 1) * size)
-        part, errors = weights[:, own], torch.zeros_like(weights[:, own])
-        largest = part.gather(1, part.abs().argmax(1, keepdim=True))[:, 0]
-        # Rounded to the stored type first, so that the errors include this rounding.
-        scale = torch.from_numpy((largest / -middle).numpy().astype(matrix.dtype))
-        scale = torch.where(scale == 0, 1.0, scale.double())
-        scales[:, block] = scale
-        triangle = inverse[own, own]
-        for place in range(size):
-            integer = (part[:, place] / scale).round().clamp(-middle, middle - 1)
-            error = (part[:, place] - integer * scale) / triangle[place, place]
-            part[:, place:] -= error[:, None] * triangle[place, place:]
-            integers[:, own.start + place] = (integer + middle).to(torch.uint8)
-            errors[:, place] = error
-        weights[:, own.stop :] -= errors @ inverse[own, own.stop :]
-    whole = integers.numpy().reshape(columns, count, size)
-    return Blocks.of(whole, scales.numpy().astype(matrix.dtype), None, bits, rows)
-
-
-def _inverse_factor(moments: Floats, size: int) -> Tensor:
-    """The upper Cholesky factor of the damped moments' inverse, [size, size]."""
-    whole = torch.zeros(size, size, dtype=torch.double)
-    rows = len(moments)
-    whole[:rows, :rows] = torch.from_numpy(moments)
-    diagonal = whole.diagonal()
-    # Inputs that are always 0, and the filling of the last block, correct no errors.
-    diagonal += DAMPING * diagonal[:rows].mean() + (diagonal == 0).double()
-    lower = torch.linalg.cholesky(whole)
-    upper: Tensor = torch.linalg.cholesky(torch.cholesky_inverse(lower), upper=True)
-    return upper
+    done = round_by(fit, matrix, block_size, moments)
+    done = done.reshape(len(done), -1, width + block_size)
+    scales = np.ascontiguousarray(done[..., :width]).view(matrix.dtype)[..., 0]
+    return Blocks.of(done[..., width:], scales, None, bits, len(matrix))
 
 
 # Quantizes a matrix [rows, columns] by bits, block size and moments [rows, rows].
@@ -136,7 +103,5 @@ def quantize(matrix: Floats, recipe: Recipe, moments: Floats | None) -> Matrix:
     assert recipe.bits is not None
     if recipe.scheme in GRIDS:
         grid = grid_for(recipe.scheme, len(matrix)).upper()
-        if moments is not None and moments.ndim == 2:  # a GPTQ recipe's
-            moments = moments.diagonal()
         return GridMatrix(grid, round_to_grid(matrix, grid, moments), len(matrix))
     return ALGORITHMS[recipe.algorithm](matrix, recipe.bits, recipe.block_size, moments)

@@ -4,7 +4,7 @@ quantized matrices move a model from itself, as KL divergence.
 
 import math
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -64,7 +64,10 @@ class Windows:
 
 
 def second_moments(
-    model: Any, windows: Windows, diagonal: bool = False
+    model: Any,
+    windows: Windows,
+    diagonal: bool = False,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, Floats]:
     """Sum x x^T by weight name: float32 [rows, rows], or [rows] of the `diagonal`."""
     sums: dict[str, Floats] = {}
@@ -78,7 +81,10 @@ def second_moments(
             last, owner = inputs, name
             rows = inputs.reshape(-1, inputs.shape[-1]).float()
             moments = (rows.square().sum(0) if diagonal else rows.T @ rows).numpy()
-            sums[name] = sums[name] + moments if name in sums else moments
+            if name in sums:
+                sums[name] += moments  # in place: they are large
+            else:
+                sums[name] = moments
         owners[name] = owner
 
     def hook(name: str) -> Any:
@@ -89,8 +95,9 @@ def second_moments(
             if isinstance(module, torch.nn.Linear):
                 watched = module.register_forward_pre_hook(hook(f"{name}.weight"))
                 hooks.enter_context(watched)
-        for ids in windows.ids:
+        for done, ids in enumerate(windows.ids, start=1):
             model(input_ids=ids[None], use_cache=False)
+            progress(done, len(windows.ids))
     return {name: sums[owner] for name, owner in owners.items()}
 
 

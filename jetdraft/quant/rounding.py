@@ -5,7 +5,7 @@ error wins. Weights are second moments of inputs, or llama.cpp's guess without m
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -14,6 +14,8 @@ from torch import Tensor
 from jetdraft.quant.blocks import Bytes, Floats
 
 COLUMNS_AT_ONCE = 256  # Rounded together: they stay in the cache.
+GPTQ_COLUMNS = 4096  # The same, where later inputs correct errors.
+DAMPING = 0.01  # Share of the mean second moment that is added; that of GPTQ's paper.
 # What is added to the largest integer, to try other scales.
 AFFINE_TRIES = torch.arange(-1.0, 1.05, 0.125)
 SYMMETRIC_TRIES = torch.arange(-0.9, 0.95, 0.15)
@@ -21,17 +23,102 @@ SYMMETRIC_TRIES = torch.arange(-0.9, 0.95, 0.15)
 _TINY = 1e-30
 
 
-def round_to_grid(matrix: Floats, grid: str, moments: Floats | None = None) -> Bytes:
-    """The bytes uint8 [columns, bytes] of a float matrix [rows, columns] as `grid`.
+class Steps(NamedTuple):
+    """The numbers of equal blocks: integers from `low` to `high` times scale + minimum.
 
-    `moments` float [rows] are of the inputs; zeros fill the rows up to whole blocks.
+    `scale` and `minimum` are [columns, blocks]; `pack` makes bytes uint8 [columns,
+    blocks of the type, bytes] of integers less `low`, uint8 [columns, rows].
     """
-    spare = -len(matrix) % (256 if grid.endswith("K") else 32)
-    columns = torch.from_numpy(np.pad(matrix, ((0, spare), (0, 0)))).T.float()
-    given = None if moments is None else torch.from_numpy(np.pad(moments, (0, spare)))
-    parts = torch.split(columns, COLUMNS_AT_ONCE)
-    rounded = [_ROUNDERS[grid](part.contiguous(), given) for part in parts]
-    return np.concatenate(rounded).reshape(columns.shape[0], -1)
+
+    scale: Tensor
+    minimum: Tensor
+    low: int
+    high: int
+    pack: Callable[[Bytes], Bytes]
+
+    def round(self, x: Tensor) -> Bytes:
+        """Round x [columns, rows] to the nearest numbers, and pack their integers."""
+        blocks = x.view(*self.scale.shape, -1)
+        nearest = self._nearest(blocks, self.scale[..., None], self.minimum[..., None])
+        return self.pack((nearest - self.low).to(torch.uint8).view(x.shape).numpy())
+
+    def round_and_correct(self, x: Tensor, inverse: Tensor) -> Bytes:
+        """Round as `round`, input by input; the inputs behind them correct each error.
+
+        `inverse` [rows, n] is of `_inverse_factor`, and `x` [columns, n], which is
+        changed, has the inputs behind the rows too.
+        """
+        rows, integers = (
+            len(inverse),
+            torch.zeros(len(x), len(inverse), dtype=torch.uint8),
+        )
+        size = rows // self.scale.shape[1]
+        for block, first in enumerate(range(0, rows, size)):
+            end, scale = first + size, self.scale[:, block]
+            minimum, part = self.minimum[:, block], x[:, first:end]
+            errors = torch.zeros_like(part)
+            for place, at in enumerate(range(first, end)):
+                row, number = inverse[at, at:end], part[:, place]
+                nearest = self._nearest(number, scale, minimum)
+                errors[:, place] = (number - nearest * scale - minimum) / row[0]
+                part[:, place:] -= errors[:, place, None] * row
+                integers[:, at] = (nearest - self.low).to(torch.uint8)
+            x[:, end:] -= errors @ inverse[first:end, end:]
+        return self.pack(integers.numpy())
+
+    def _nearest(self, x: Tensor, scale: Tensor, minimum: Tensor) -> Tensor:
+        steps = torch.where(scale == 0, torch.inf, scale)
+        return ((x - minimum) / steps).round_().clamp_(self.low, self.high)
+
+
+# Finds the steps of whole blocks [columns, rows], by the rows' moments or None.
+Fit = Callable[[Tensor, Tensor | None], Steps]
+
+
+def round_to_grid(matrix: Floats, grid: str, moments: Floats | None = None) -> Bytes:
+    """The bytes uint8 [columns, bytes] of a matrix [rows, columns]; see `round_by`."""
+    packed = round_by(_FITS[grid], matrix, 256 if grid.endswith("K") else 32, moments)
+    return packed.reshape(matrix.shape[1], -1)
+
+
+def round_by(fit: Fit, matrix: Floats, size: int, moments: Floats | None) -> Bytes:
+    """Round a matrix [rows, columns] in blocks of `size` rows, which zeros fill.
+
+    Returns uint8 [columns, blocks, bytes]. `moments` are of the inputs: float [rows],
+    or the sums of x x^T [rows, rows], by which GPTQ (2210.17323) corrects errors.
+    """
+    spare, given = (0, -len(matrix) % size), None
+    columns = torch.from_numpy(np.pad(matrix, (spare, (0, 0)))).T.float()
+    if moments is not None:
+        diagonal = moments if moments.ndim == 1 else moments.diagonal()
+        given = torch.from_numpy(np.pad(diagonal, spare))
+    if moments is None or given is None or moments.ndim == 1:
+        parts = (part.contiguous() for part in torch.split(columns, COLUMNS_AT_ONCE))
+        return np.concatenate([fit(part, given).round(part) for part in parts])
+    packed, inverse = [], _inverse_factor(np.pad(moments, spare), len(matrix))
+    for part in torch.split(columns, GPTQ_COLUMNS):
+        rest, blocks = part.contiguous(), []
+        for start in range(0, rest.shape[1], size):
+            own = slice(start, start + size)
+            steps, behind = fit(rest[:, own].contiguous(), given[own]), rest[:, start:]
+            blocks.append(steps.round_and_correct(behind, inverse[own, start:]))
+        packed.append(np.concatenate(blocks, axis=1))
+    return np.concatenate(packed)
+
+
+def _inverse_factor(moments: Floats, rows: int) -> Tensor:
+    """The upper Cholesky factor of the damped moments' inverse; zeros follow `rows`."""
+    whole = torch.from_numpy(moments).float()
+    diagonal = whole.diagonal()
+    # Inputs that are always 0, and the filling of the last block, correct no errors.
+    diagonal += DAMPING * diagonal[:rows].mean() + (diagonal == 0).float()
+    # From the last input to the first: H = R R^T with an upper R, and H^-1 = U^T U
+    # with U = R^-1.
+    upper = torch.linalg.cholesky(whole.flip(0, 1)).flip(0, 1)
+    inverse: Tensor = torch.linalg.solve_triangular(
+        upper, torch.eye(len(upper)), upper=True
+    )
+    return inverse
 
 
 def _weights(x: Tensor, given: Tensor | None, size: int) -> Tensor:
@@ -88,13 +175,6 @@ def _fit_affine(x: Tensor, weights: Tensor, largest: int) -> tuple[Tensor, Tenso
     return scale[..., 0], minimum[..., 0]
 
 
-def _integers(x: Tensor, scale: Tensor, minimum: Tensor, low: int, high: int) -> Bytes:
-    """x as integers of a scale and a minimum, less the lower bound, as uint8."""
-    steps = torch.where(scale == 0, torch.inf, scale)[..., None]
-    nearest = ((x - minimum[..., None]) / steps).round_().clamp_(low, high)
-    return (nearest - low).to(torch.uint8).numpy()
-
-
 def _half_bytes(numbers: Tensor) -> tuple[Tensor, Bytes]:
     """Numbers rounded to halves, and the halves' bytes on a new last axis."""
     halves = numbers.half()
@@ -108,11 +188,11 @@ def _pair_halves(integers: Bytes) -> Bytes:
     return pairs
 
 
-def _flat(bits: int, affine: bool) -> Callable[[Tensor, Tensor | None], Bytes]:
-    """The rounder of Q4_0, Q4_1, Q5_0, Q5_1 or Q8_0."""
+def _flat(bits: int, affine: bool) -> Fit:
+    """Q4_0, Q4_1, Q5_0, Q5_1 or Q8_0."""
     lowest = 0 if affine else -(1 << (bits - 1))
 
-    def rounded(columns: Tensor, given: Tensor | None) -> Bytes:
+    def fit(columns: Tensor, given: Tensor | None) -> Steps:
         x = columns.view(len(columns), -1, 32)
         weights = _weights(x, given, 32)
         minimum = torch.zeros(x.shape[:2])
@@ -126,20 +206,24 @@ def _flat(bits: int, affine: bool) -> Callable[[Tensor, Tensor | None], Bytes]:
         if affine:
             minimum, stored = _half_bytes(minimum)
             parts.append(stored)
-        integers = _integers(x, scale, minimum, lowest, lowest + (1 << bits) - 1)
-        if bits == 8:
-            return np.concatenate([*parts, integers ^ 128], -1)
-        if bits == 5:
-            parts.append(np.packbits(integers >> 4, axis=-1, bitorder="little"))
-        return np.concatenate([*parts, _pair_halves(integers)], -1)
 
-    return rounded
+        def pack(integers: Bytes) -> Bytes:
+            integers = integers.reshape(x.shape)
+            if bits == 8:
+                return np.concatenate([*parts, integers ^ 128], -1)
+            high = np.packbits(integers >> 4, axis=-1, bitorder="little")
+            both = *parts, *[high] * (bits == 5), _pair_halves(integers)
+            return np.concatenate(both, -1)
+
+        return Steps(scale, minimum, lowest, lowest + (1 << bits) - 1, pack)
+
+    return fit
 
 
-def _super(bits: int) -> Callable[[Tensor, Tensor | None], Bytes]:
-    """The rounder of Q4_K or Q5_K, whose scales and minima have 6 bits."""
+def _super(bits: int) -> Fit:
+    """Q4_K or Q5_K, whose scales and minima have 6 bits."""
 
-    def rounded(columns: Tensor, given: Tensor | None) -> Bytes:
+    def fit(columns: Tensor, given: Tensor | None) -> Steps:
         x = columns.view(len(columns), -1, 32)
         scale, minimum = _fit_affine(x, _weights(x, given, 32), (1 << bits) - 1)
         factors, steps, halves = [], [], []
@@ -151,30 +235,30 @@ def _super(bits: int) -> Callable[[Tensor, Tensor | None], Bytes]:
             factors.append(factor.to(torch.uint8).numpy())
             steps.append((factor * unit).view(scale.shape))
             halves.append(stored[..., 0, :])
-        integers = _integers(x, steps[0], -steps[1], 0, (1 << bits) - 1)
-        integers = integers.reshape(len(x), -1, 8, 32)
         s, m = factors
         packed = [
             s[..., :4] | s[..., 4:] >> 4 << 6,
             m[..., :4] | m[..., 4:] >> 4 << 6,
             s[..., 4:] & 15 | (m[..., 4:] & 15) << 4,
         ]
-        parts = [*halves, *packed]
-        if bits == 5:
-            high = np.packbits(integers >> 4, axis=2, bitorder="little")
-            parts.append(high[..., 0, :])
-        pairs = integers.reshape(*integers.shape[:2], 4, 64)
-        parts.append(_pair_halves(pairs).reshape(*integers.shape[:2], -1))
-        return np.concatenate(parts, -1)
 
-    return rounded
+        def pack(integers: Bytes) -> Bytes:
+            integers = integers.reshape(len(x), -1, 8, 32)
+            high = np.packbits(integers >> 4, axis=2, bitorder="little")[..., 0, :]
+            pairs = integers.reshape(*integers.shape[:2], 4, 64)
+            low = _pair_halves(pairs).reshape(*integers.shape[:2], -1)
+            return np.concatenate([*halves, *packed, *[high] * (bits == 5), low], -1)
+
+        return Steps(steps[0], -steps[1], 0, (1 << bits) - 1, pack)
+
+    return fit
 
 
-def _halves(bits: int) -> Callable[[Tensor, Tensor | None], Bytes]:
-    """The rounder of Q3_K or Q6_K: sixteen half blocks with a scale in 6 or 8 bits."""
+def _halves(bits: int) -> Fit:
+    """Q3_K or Q6_K: sixteen half blocks with a scale in 6 or 8 bits."""
     lowest, reach = -(1 << (bits - 1)), 32 if bits == 3 else 128
 
-    def rounded(columns: Tensor, given: Tensor | None) -> Bytes:
+    def fit(columns: Tensor, given: Tensor | None) -> Steps:
         x = columns.view(len(columns), -1, 16)
         scale = _fit_symmetric(x, _weights(x, given, 16), lowest).view(len(x), -1, 16)
         peak = scale.gather(-1, scale.abs().argmax(-1, keepdim=True))
@@ -182,27 +266,31 @@ def _halves(bits: int) -> Callable[[Tensor, Tensor | None], Bytes]:
         factor = (scale / torch.where(unit == 0, torch.inf, unit)).round_()
         factor = factor.clamp_(-reach, reach - 1)
         step = (factor * unit).view(len(x), -1)
-        integers = _integers(x, step, torch.zeros_like(step), lowest, -1 - lowest)
-        twos = np.array([0, 2, 4, 6], np.uint8)[:, None]
-        shape = *stored.shape[:2], -1
-        halves: Any = integers.reshape(*shape[:2], 2, 4, 32)
-        if bits == 3:
-            eights = halves.reshape(*shape[:2], 8, 32)
-            high = np.packbits(eights >> 2, axis=2, bitorder="little")
-            low = np.bitwise_or.reduce((halves & 3) << twos, axis=-2)
-            factors = (factor + reach).to(torch.uint8).numpy()
-            tops = np.bitwise_or.reduce(factors.reshape(-1, 4, 4) >> 4 << twos, axis=-2)
-            parts = [high, low, _pair_halves(factors), tops]
-        else:
-            low = halves[..., :2, :] & 15 | (halves[..., 2:, :] & 15) << 4
-            high = np.bitwise_or.reduce(halves >> 4 << twos, axis=-2)
-            parts = [low, high, factor.to(torch.int8).numpy().view(np.uint8)]
-        return np.concatenate([part.reshape(shape) for part in (*parts, stored)], -1)
 
-    return rounded
+        def pack(integers: Bytes) -> Bytes:
+            twos = np.array([0, 2, 4, 6], np.uint8)[:, None]
+            shape = *stored.shape[:2], -1
+            halves: Any = integers.reshape(*shape[:2], 2, 4, 32)
+            if bits == 3:
+                eights = halves.reshape(*shape[:2], 8, 32)
+                high = np.packbits(eights >> 2, axis=2, bitorder="little")
+                low = np.bitwise_or.reduce((halves & 3) << twos, axis=-2)
+                factors = (factor + reach).to(torch.uint8).numpy()
+                tops = factors.reshape(-1, 4, 4) >> 4 << twos
+                tops = np.bitwise_or.reduce(tops, axis=-2)
+                parts = [high, low, _pair_halves(factors), tops]
+            else:
+                low = halves[..., :2, :] & 15 | (halves[..., 2:, :] & 15) << 4
+                high = np.bitwise_or.reduce(halves >> 4 << twos, axis=-2)
+                parts = [low, high, factor.to(torch.int8).numpy().view(np.uint8)]
+            return np.concatenate([p.reshape(shape) for p in (*parts, stored)], -1)
+
+        return Steps(step, torch.zeros_like(step), lowest, -1 - lowest, pack)
+
+    return fit
 
 
-_ROUNDERS: dict[str, Callable[[Tensor, Tensor | None], Bytes]] = {
+_FITS: dict[str, Fit] = {
     "Q4_0": _flat(4, affine=False),
     "Q4_1": _flat(4, affine=True),
     "Q5_0": _flat(5, affine=False),

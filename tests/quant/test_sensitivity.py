@@ -235,13 +235,14 @@ def test_moments_are_those_of_the_inputs(checkpoint, tmp_path):
     assert len(own) == 4, "q, k and v are fed the same, and so are gate and up"
 
 
-def test_a_model_with_streams_is_calibrated_as_it_is_without(tmp_path):
+@pytest.mark.parametrize("recipe", ["int4-gptq", "q3_k-gptq"])
+def test_a_model_with_streams_is_calibrated_as_it_is_without(tmp_path, recipe):
     tiny.save_checkpoint(tmp_path / "c", tiny.llama_config(num_hidden_layers=2))
     settings = StreamSettings(gamma=3, layers=1, lora_rank=4, prune_rank=2)
     tiny.save_probes(tmp_path / "c", settings)
     (tmp_path / "text.txt").write_text(TEXT)
     text = tmp_path / "text.txt"
-    tiny.exported(tmp_path / "c", tmp_path / "b", "int4-gptq", calibration=text)
+    tiny.exported(tmp_path / "c", tmp_path / "b", recipe, calibration=text)
     model = jetdraft.load(tmp_path / "b", threads=1)
     plain, drafted = (
         model.generate("def f", method=method, max_new_tokens=40).token_ids

@@ -238,7 +238,7 @@ def test_numbers_that_are_not_finite_are_refused_by_name(tied, number):
 
 
 def test_names_of_recipes():
-    right = "int4-rtn-b128 int8-gptq-b32 int2-hqq-b16-head8 none q3_k-up2-headq4_k"
+    right = "int4-rtn-b128 int8-gptq-b32 int2-hqq-b16-head8 none q3_k-gptq-up2-headq4_k"
     for name in f"{right} int4-gptq-b64-up0.11-head8-kv8".split():
         assert Recipe.parse(name).name == name
         assert Recipe.from_json(Recipe.parse(name).to_json()).name == name
@@ -358,14 +358,16 @@ def test_zeros_help_where_blocks_are_not_about_0(name):
     assert errors[0] < 0.8 * errors[1]
 
 
-def test_gptq_lowers_the_error_of_outputs():
+@pytest.mark.parametrize("scheme", ["int4", *GRIDS])
+def test_gptq_lowers_the_error_of_outputs(scheme):
     weights, x = matrix(), inputs()
-    errors = {}
-    for name in ("rtn", "gptq"):
-        difference = by_algorithm(name, 4).floats - weights
+    errors, both = {}, moments(x)
+    for name, given in (("", both.diagonal()), ("-gptq", both)):
+        difference = quantize(weights, Recipe.parse(scheme.lower() + name), given)
+        difference = difference.floats - weights
         errors[name] = np.square(x @ difference).sum(), np.square(difference).sum()
-    assert errors["gptq"][0] < 0.5 * errors["rtn"][0]
-    assert errors["gptq"][1] > errors["rtn"][1]
+    assert errors["-gptq"][0] < 0.5 * errors[""][0]
+    assert errors["-gptq"][1] > errors[""][1]
 
 
 def test_gptq_of_uncorrelated_inputs_is_rounding():
