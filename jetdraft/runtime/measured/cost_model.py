@@ -1,7 +1,7 @@
 """What passes, drafts and probes cost on this machine: measured, then learned."""
 
 from bisect import bisect_left
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from statistics import median_low
@@ -253,19 +253,6 @@ class RoundCosts:
         return self._actual / self._expected if self._expected else 1.0
 
 
-@dataclass
-class _Trial:
-    """A drafter in one text, since it last had to read rows of earlier rounds.
-
-    It gained `gain_ms`, and was last `asked` in that round. After a pause it has to
-    read again, so while it has lost, it is asked `wait` rounds later.
-    """
-
-    asked: int = 0
-    gain_ms: float = 0.0
-    wait: int = 0
-
-
 class Profit:
     """The milliseconds that a planned round gains on average, negative if it loses.
 
@@ -274,42 +261,50 @@ class Profit:
         gain = tokens * p - the time of the round
         rest = -average / (SHARE * p) rounds, if the average is negative
 
-    So planning that gains nothing takes `SHARE` of the time. So does what a drafter
-    reads after its pauses: each that did not pay doubles the next, up to that share.
+    So planning that gains nothing takes `SHARE` of the time. What a method takes to
+    read the text, and to draft in vain, is its debt, which its gains pay back, and
+    `SHARE` of the time. A method that owes more than `CREDIT` rounds is not asked where
+    it would have to read again.
     """
 
     WEIGHT = 0.1  # The weight of one planned round.
     SHARE = 0.01  # The share of the time that vain planning may take.
+    CREDIT = 64.0  # The rounds that a method may lose before it waits.
     MAX_PLANNED = 96  # The most rounds with a draft before a plain round is timed.
     MAX_REST = 128  # The most rounds without a plan in a row.
-    FIRST_WAIT = 64  # Half of a drafter's pause after its first loss, in rounds.
 
     def __init__(self) -> None:
         self.average_ms = 0.0
         self._prepared_ms = 0.0  # what the probes of the last round cost
         self._plain_ms: deque[float] = deque(maxlen=RECENT_ROUNDS)
+        self._usual_ms = 0.0  # of the last plain round, in any text
         self._rounds = self._measured = 0  # all, and those up to the last plain one
-        self._trials: dict[str, _Trial] = defaultdict(_Trial)
+        self._spent_ms = 0.0  # the time of all rounds
+        self._asked: dict[str, int] = {}  # a method's last round in this text
+        # What a method owes, and what the share of the time has paid of all debts.
+        self._debts: dict[str, float] = {}
 
     def begin(self) -> None:
         """Start a generation, whose rounds may take another time."""
-        self._trials.clear()
+        self._asked.clear()
         self._plain_ms.clear()
         self._prepared_ms = 0.0
 
     def may_ask(self, method: str) -> bool:
-        """Whether a drafter has few rows to read, or has paused for long enough."""
-        trial = self._trials.get(method)
-        if trial is None or trial.gain_ms >= 0.0:
+        """Whether a method has few rows to read, or owes little."""
+        if self._rounds - self._asked.get(method, -WIDEST) < WIDEST:
             return True
-        return not WIDEST <= self._rounds - trial.asked < trial.wait
+        owed = self._debts.get(method, 0.0) - self.SHARE * self._spent_ms
+        return not self._usual_ms or owed <= self.CREDIT * self._usual_ms
 
     def add_plain(self, round_: Round) -> None:
         """Add the time of a round without a draft, less its `draft_seconds`."""
         self._rounds += 1
+        self._spent_ms += 1e3 * round_.seconds
         if round_.seconds:
             self._measured = self._rounds
-            self._plain_ms.append(1e3 * (round_.seconds - round_.draft_seconds))
+            self._usual_ms = 1e3 * (round_.seconds - round_.draft_seconds)
+            self._plain_ms.append(self._usual_ms)
 
     def add_planned(self, round_: Round) -> int:
         """Learn from a planned round; returns for how many rounds not to plan."""
@@ -318,7 +313,11 @@ class Profit:
             self.add_plain(round_)
         else:
             self._rounds += 1
-        self._note_reads(round_.late)
+            self._spent_ms += 1e3 * round_.seconds
+        for method, (_, seconds) in round_.asked.items():
+            self._asked[method] = self._rounds
+            own = 0.0 if method == round_.method else seconds
+            self._owe(method, 1e3 * (own + round_.late.get(method, 0.0)))
         if not round_.seconds:
             return 0
         if self._rounds - self._measured >= self.MAX_PLANNED:
@@ -335,20 +334,11 @@ class Profit:
         if is_vain:
             gain_ms = -1e3 * round_.draft_seconds
         elif round_.drafted:
-            self._trials[round_.method].gain_ms += gain_ms
+            self._owe(round_.method, -gain_ms)
         self.average_ms += self.WEIGHT * (gain_ms - self.average_ms)
         rest = max(0.0, -self.average_ms) / (self.SHARE * plain_ms)
         return min(self.MAX_REST, int(rest))
 
-    def _note_reads(self, late: Mapping[str, float]) -> None:
-        """Begin a trial of each drafter that had to read after a pause."""
-        for method, seconds in late.items():
-            is_new, ms = method not in self._trials, 1e3 * seconds
-            trial = self._trials[method]
-            # The prompt, which a new one has read, is no cost of drafting.
-            if not is_new and self._rounds - trial.asked >= WIDEST:
-                longest = ms / (self.SHARE * median_low(self._plain_ms or [ms]))
-                before = trial.wait if trial.gain_ms < 0.0 else 0
-                trial.wait = min(2 * max(before, self.FIRST_WAIT), int(longest))
-                trial.gain_ms = -ms
-            trial.asked = self._rounds
+    def _owe(self, method: str, ms: float) -> None:
+        paid = self.SHARE * self._spent_ms
+        self._debts[method] = max(self._debts.get(method, paid) + ms, paid)

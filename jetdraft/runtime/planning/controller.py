@@ -125,6 +125,10 @@ class AdaptiveController:
     def assign(self, room: int, offers: Mapping[Proposer, int]) -> Assignment:
         """Assign the draft that promises most; no draft in rounds without a plan."""
         self._is_planning = self._rest_rounds == 0
+        if self._is_planning and not any(
+            self._may_ask(p, offers) for p in self.proposers
+        ):
+            self._rest_rounds, self._is_planning = self.profit.MAX_REST, False
         if not self._is_planning:
             self._rest_rounds -= 1
             return NO_DRAFT
@@ -173,7 +177,7 @@ class AdaptiveController:
             traits = proposer.traits
             if traits.probes and not probing.streams:
                 continue  # it drafts with probes, and this round has none
-            if proposer not in offers and not self.profit.may_ask(traits.name):
+            if not self._may_ask(proposer, offers):
                 continue
             limit = min(self.max_draft_tokens, _most_tokens(proposer, room, offers))
             token_ms, evidence = self.curve.drafts.get(traits.name, 0.0), None
@@ -188,6 +192,9 @@ class AdaptiveController:
                 # Recurrent states take up the rows in the next pass.
                 ms += (promise.tokens - 1.0) * self.curve.kept_row
                 yield proposer, promise, ms
+
+    def _may_ask(self, proposer: Proposer, offers: Mapping[Proposer, int]) -> bool:
+        return proposer in offers or self.profit.may_ask(proposer.traits.name)
 
     def _steady_plans(self, proposer: Proposer) -> Iterator[_SteadyPlan]:
         """The plans for many rounds with a proposer's probes.

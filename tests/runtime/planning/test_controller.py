@@ -52,15 +52,6 @@ def test_fixed_keeps_its_length_and_respects_room():
     assert module.FixedController(None, 0).assign(10, {}) == NO_DRAFT
 
 
-def test_good_drafts_get_longer():
-    controller = adaptive()
-    before = controller.assign(15, {}).budget
-    for _ in range(30):
-        budget = controller.assign(15, {}).budget
-        controller.observe(outcome(drafted=budget, accepted=budget))
-    assert controller.assign(15, {}).budget > before
-
-
 def test_short_drafts_that_are_right_get_longer():
     """Else what an earlier text showed of longer drafts would hold for ever."""
     controller, lengths = adaptive(0.05, draft_ms=0.35, widths=range(1, 17)), []
@@ -68,8 +59,7 @@ def test_short_drafts_that_are_right_get_longer():
         controller.observe(outcome(drafted=4, accepted=1, ms=1.2, width=5))
     for _ in range(20):
         lengths.append(controller.assign(15, {}).budget)
-        right = 2 * [lengths[-1]]
-        controller.observe(outcome("draft", *right, 1.05, lengths[-1] + 1, 0.35))
+        controller.observe(outcome("draft", *2 * lengths[-1:], 1.05, 2, 0.35))
     assert lengths[0] == 1 < 4 <= lengths[-1]
 
 
@@ -150,26 +140,29 @@ def test_what_no_round_takes_follows_the_machine():
     assert curve.pass_ms(8) == pytest.approx(1.2 * curve.pass_ms(4), rel=0.5)
 
 
+def count_drafts(controller, passes, rate, draft_ms, first, busy=0):
+    """How many of 300 rounds from `first` on draft; the `busy` first take longer."""
+    chance, drafted = random.Random(0), 0
+    for turn in range(first + 300):
+        budget = controller.assign(15, {}).budget
+        width = next(w for w in passes if w > budget)
+        right = next((n for n in range(budget) if chance.random() > rate), budget)
+        slow, each = (7.0, 1000.0) if turn < busy else (1.0, draft_ms)
+        name, ms = "draft" if budget else "none", slow * passes[width]
+        controller.observe(outcome(name, budget, right, ms, width, each))
+        drafted += budget > 0 and turn >= first
+    return drafted
+
+
 @pytest.mark.parametrize("slow", [1.0, 3.0])
 def test_drafts_are_found_to_pay_after_a_slow_first_minute(slow):
     """The times are whisper-base.en's with tiny.en: drafts of three pay."""
-    true = {2: 3.5, 4: 4.2, 6: 4.9, 8: 5.6}
-    measured = {width: slow * ms for width, ms in true.items()}
-    curve = Curve(measured, drafts={"draft": slow * 1.6})
-    proposer, acceptance = Named("draft", 7), {"draft": Acceptance()}
-    chance, drafted = random.Random(0), 0
+    true, acceptance = {2: 3.5, 4: 4.2, 6: 4.9, 8: 5.6}, {"draft": Acceptance()}
+    curve = Curve({w: slow * true[w] for w in true}, drafts={"draft": slow * 1.6})
     for _ in range(30):  # rounds without a draft, as other methods have them
         curve.learn(outcome("none", drafted=0, width=2, ms=true[2]))
-    controller = AdaptiveController([proposer], curve, acceptance, [2, 4, 6, 8], 7)
-    for turn in range(400):
-        budget = controller.assign(15, {}).budget
-        width = next(w for w in true if w > budget)
-        right = next((n for n in range(budget) if chance.random() > 0.86), budget)
-        name = "draft" if budget else "none"
-        ms = true[width]
-        controller.observe(outcome(name, budget, right, ms, width, draft_ms=1.6))
-        drafted += budget > 0 and turn >= 100
-    assert drafted > 150
+    given = [Named("draft", 7)], curve, acceptance, [*true], 7
+    assert count_drafts(AdaptiveController(*given), true, 0.86, 1.6, 100) > 150
 
 
 @pytest.mark.parametrize("measured_ms", [20.0, 70.0])
@@ -177,18 +170,8 @@ def test_a_busy_minute_does_not_end_drafting(measured_ms):
     """The times are a real pair's; another program ran, maybe in the survey too."""
     passes, acceptance = {2: 50.0, 4: 55.0, 8: 65.0}, {"draft": Acceptance()}
     curve = Curve({**passes}, drafts={"draft": measured_ms})
-    proposers = [Named("draft", 7)]
-    controller = AdaptiveController(proposers, curve, acceptance, [*passes], 7)
-    chance, drafted = random.Random(0), 0
-    for turn in range(700):
-        budget = controller.assign(15, {}).budget
-        width = next(w for w in passes if w > budget)
-        right = next((n for n in range(budget) if chance.random() > 0.9), budget)
-        slow, draft_ms = (7.0, 1000.0) if turn < 2 else (1.0, 20.0)
-        name, ms = "draft" if budget else "none", slow * passes[width]
-        controller.observe(outcome(name, budget, right, ms, width, draft_ms))
-        drafted += budget > 0 and turn >= 400
-    assert drafted > 250
+    given = [Named("draft", 7)], curve, acceptance, [*passes], 7
+    assert count_drafts(AdaptiveController(*given), passes, 0.9, 20.0, 400, 2) > 250
 
 
 def test_a_draft_that_costs_more_than_was_measured_is_seldom_tried():
@@ -453,8 +436,8 @@ def test_drafts_in_every_round_are_measured_against_a_plain_round():
 
 
 @cases("accepted, longest", (0, 2000), (9, 64))
-def test_a_drafter_that_lost_after_a_pause_pauses_for_longer(accepted, longest):
-    """What it reads costs 20 ms; a share of 0.01 is 2,000 rounds."""
+def test_a_drafter_that_owes_more_than_its_credit_waits(accepted, longest):
+    """What it reads costs 20 ms; a share of 0.01 pays for it in 2,000 rounds."""
     profit, asked = Profit(), []
     profit.add_plain(timed())
     for index in range(30_000):
@@ -464,6 +447,8 @@ def test_a_drafter_that_lost_after_a_pause_pauses_for_longer(accepted, longest):
             asked.append(index // 64 * 64)
         else:
             profit.add_plain(timed())
+        if index % 256 == 0:
+            profit.begin()  # another text does not pay a debt
     pauses = [pause for one, other in pairwise(asked) if (pause := other - one)]
-    assert sorted(pauses) == pauses
+    assert pauses[:3] == [64, 64, 64]
     assert longest - 64 <= pauses[-1] <= longest + 64
