@@ -263,12 +263,13 @@ class Profit:
 
     So planning that gains nothing takes `SHARE` of the time. What a method takes to
     read the text, and to draft in vain, is its debt, which its gains pay back, and
-    `SHARE` of the time. A method that owes more than `CREDIT` rounds is not asked where
+    `PAID` of the time. A method that owes more than `CREDIT` rounds is not asked where
     it would have to read again.
     """
 
     WEIGHT = 0.1  # The weight of one planned round.
     SHARE = 0.01  # The share of the time that vain planning may take.
+    PAID = 0.002  # The share of the time that pays debts.
     CREDIT = 64.0  # The rounds that a method may lose before it waits.
     MAX_PLANNED = 96  # The most rounds with a draft before a plain round is timed.
     MAX_REST = 128  # The most rounds without a plan in a row.
@@ -294,7 +295,7 @@ class Profit:
         """Whether a method has few rows to read, or owes little."""
         if self._rounds - self._asked.get(method, -WIDEST) < WIDEST:
             return True
-        owed = self._debts.get(method, 0.0) - self.SHARE * self._spent_ms
+        owed = self._debts.get(method, 0.0) - self.PAID * self._spent_ms
         return not self._usual_ms or owed <= self.CREDIT * self._usual_ms
 
     def add_plain(self, round_: Round) -> None:
@@ -340,5 +341,5 @@ class Profit:
         return min(self.MAX_REST, int(rest))
 
     def _owe(self, method: str, ms: float) -> None:
-        paid = self.SHARE * self._spent_ms
+        paid = self.PAID * self._spent_ms
         self._debts[method] = max(self._debts.get(method, paid) + ms, paid)

@@ -107,9 +107,7 @@ def test_room_limits_the_draft(room):
 
 def test_times_between_and_beyond_measured_widths():
     curve = Curve({2: 2.0, 4: 4.0})
-    assert curve.pass_ms(3) == pytest.approx(3.0)
-    assert curve.pass_ms(6) == pytest.approx(6.0)
-    assert curve.pass_ms(1) == pytest.approx(1.0)
+    assert [curve.pass_ms(w) for w in (3, 6, 1)] == pytest.approx([3.0, 6.0, 1.0])
 
 
 def test_times_follow_the_clock_but_not_one_stall():
@@ -437,12 +435,14 @@ def test_drafts_in_every_round_are_measured_against_a_plain_round():
 
 @cases("accepted, longest", (0, 2000), (9, 64))
 def test_a_drafter_that_owes_more_than_its_credit_waits(accepted, longest):
-    """What it reads costs 20 ms; a share of 0.01 pays for it in 2,000 rounds."""
+    """What it reads costs 4 ms; a share of 0.002 pays for it in 2,000 rounds."""
     profit, asked = Profit(), []
-    profit.add_plain(timed())
+    profit.add_planned(timed(9, late_ms=4.0))
+    profit.begin()
+    assert profit.may_ask("draft"), "nobody knows what a plain round takes"
     for index in range(30_000):
         if index % 64 < 4 and profit.may_ask("draft"):
-            late_ms = 20.0 if index % 64 == 0 else 0.0
+            late_ms = 4.0 if index % 64 == 0 else 0.0
             profit.add_planned(timed(9, accepted, late_ms=late_ms))
             asked.append(index // 64 * 64)
         else:
