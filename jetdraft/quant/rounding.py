@@ -15,7 +15,7 @@ from jetdraft.quant.blocks import Bytes, Floats
 
 COLUMNS_AT_ONCE = 256  # Rounded together: they stay in the cache.
 GPTQ_COLUMNS = 4096  # The same, where later inputs correct errors.
-DAMPING = 0.01  # Share of the mean second moment that is added; that of GPTQ's paper.
+DAMPING = 0.01  # The share of the mean second moment that is added, as in GPTQ.
 # What is added to the largest integer, to try other scales.
 AFFINE_TRIES = torch.arange(-1.0, 1.05, 0.125)
 SYMMETRIC_TRIES = torch.arange(-0.9, 0.95, 0.15)

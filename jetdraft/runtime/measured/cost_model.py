@@ -262,9 +262,8 @@ class Profit:
         rest = -average / (SHARE * p) rounds, if the average is negative
 
     So planning that gains nothing takes `SHARE` of the time. What a method takes to
-    read the text, and to draft in vain, is its debt, which its gains pay back, and
-    `PAID` of the time. A method that owes more than `CREDIT` rounds is not asked where
-    it would have to read again.
+    read the text, and to draft in vain, is its debt; its gains and `PAID` of the time
+    pay it back. With a debt of more than `CREDIT` rounds it is not asked to read more.
     """
 
     WEIGHT = 0.1  # The weight of one planned round.
@@ -282,8 +281,7 @@ class Profit:
         self._rounds = self._measured = 0  # all, and those up to the last plain one
         self._spent_ms = 0.0  # the time of all rounds
         self._asked: dict[str, int] = {}  # a method's last round in this text
-        # What a method owes, and what the share of the time has paid of all debts.
-        self._debts: dict[str, float] = {}
+        self._debts: dict[str, float] = {}  # with what the time has paid of them
 
     def begin(self) -> None:
         """Start a generation, whose rounds may take another time."""
