@@ -287,7 +287,7 @@ def test_a_drafter_beside_a_given_recipe_has_importance(pair, tmp_path, sums):
     options = ExportOptions(Recipe("int4", 32), **SMALL)
     bundle = export(str(pair.target), tmp_path / "b", str(pair.drafter), options)
     assert bundle.drafter.quantization["scheme"] in GRIDS
-    [(_, _, diagonal)] = sums
+    [(_, _, diagonal, _)] = sums
     assert diagonal
 
 

@@ -302,4 +302,4 @@ def test_other_taps_cost_acceptance(world, trained, right, tmp_path):
     own["target_layer_ids"] = [i + 1 for i in own["target_layer_ids"]]
     (head / "config.json").write_text(json.dumps(fields))
     stats = drafted(world, trained[0], head, tmp_path)
-    assert stats.tokens_per_pass < 0.8 * right[0], stats.tokens_per_pass
+    assert stats.tokens_per_pass < 0.9 * right[0], stats.tokens_per_pass
