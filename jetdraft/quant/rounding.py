@@ -43,17 +43,13 @@ class Steps(NamedTuple):
         return self.pack((nearest - self.low).to(torch.uint8).view(x.shape).numpy())
 
     def round_and_correct(self, x: Tensor, inverse: Tensor) -> Bytes:
-        """Round as `round`, input by input; the inputs behind them correct each error.
+        """Round the first rows of x one by one; later rows correct each error.
 
-        `inverse` [rows, n] is of `_inverse_factor`, and `x` [columns, n], which is
-        changed, has the inputs behind the rows too.
+        `inverse` [rows, n] are rows of `_inverse_factor`; x [columns, n] is changed.
         """
-        rows, integers = (
-            len(inverse),
-            torch.zeros(len(x), len(inverse), dtype=torch.uint8),
-        )
-        size = rows // self.scale.shape[1]
-        for block, first in enumerate(range(0, rows, size)):
+        integers = torch.zeros(len(x), len(inverse), dtype=torch.uint8)
+        size = len(inverse) // self.scale.shape[1]
+        for block, first in enumerate(range(0, len(inverse), size)):
             end, scale = first + size, self.scale[:, block]
             minimum, part = self.minimum[:, block], x[:, first:end]
             errors = torch.zeros_like(part)
@@ -107,7 +103,10 @@ def round_by(fit: Fit, matrix: Floats, size: int, moments: Floats | None) -> Byt
 
 
 def _inverse_factor(moments: Floats, rows: int) -> Tensor:
-    """The upper Cholesky factor of the damped moments' inverse; zeros follow `rows`."""
+    """The upper Cholesky factor of the inverse of moments, which are damped.
+
+    `moments` [n, n] are zeros behind the first `rows` rows and columns.
+    """
     whole = torch.from_numpy(moments).float()
     diagonal = whole.diagonal()
     # Inputs that are always 0, and the filling of the last block, correct no errors.
@@ -189,7 +188,7 @@ def _pair_halves(integers: Bytes) -> Bytes:
 
 
 def _flat(bits: int, affine: bool) -> Fit:
-    """Q4_0, Q4_1, Q5_0, Q5_1 or Q8_0."""
+    """How Q4_0, Q4_1, Q5_0, Q5_1 or Q8_0 find their steps."""
     lowest = 0 if affine else -(1 << (bits - 1))
 
     def fit(columns: Tensor, given: Tensor | None) -> Steps:
@@ -221,7 +220,7 @@ def _flat(bits: int, affine: bool) -> Fit:
 
 
 def _super(bits: int) -> Fit:
-    """Q4_K or Q5_K, whose scales and minima have 6 bits."""
+    """How Q4_K or Q5_K find their steps; their scales and minima have 6 bits."""
 
     def fit(columns: Tensor, given: Tensor | None) -> Steps:
         x = columns.view(len(columns), -1, 32)
@@ -255,7 +254,7 @@ def _super(bits: int) -> Fit:
 
 
 def _halves(bits: int) -> Fit:
-    """Q3_K or Q6_K: sixteen half blocks with a scale in 6 or 8 bits."""
+    """How Q3_K or Q6_K find their steps: half blocks have a scale in 6 or 8 bits."""
     lowest, reach = -(1 << (bits - 1)), 32 if bits == 3 else 128
 
     def fit(columns: Tensor, given: Tensor | None) -> Steps:

@@ -221,7 +221,7 @@ class PositionRates:
 
     WEIGHT = 1.0  # How many trials the prior counts for.
     MEMORY, FADING = 0.95, 0.99  # Factors: at an event, after a round without.
-    HOPE = 0.5  # The factor of deeper positions where a series did not fail.
+    HOPE = 0.5  # The factor of deeper positions after a series without a failure.
     RUN = 12
 
     def __init__(self, prior: float) -> None:
