@@ -283,8 +283,12 @@ class Profit:
         self._asked: dict[str, int] = {}  # a method's last round in this text
         self._debts: dict[str, float] = {}  # with what the time has paid of them
 
-    def begin(self) -> None:
-        """Start a generation, whose rounds may take another time."""
+    def begin(self, pass_ms: float) -> None:
+        """Start a generation, whose rounds may take another time.
+
+        `pass_ms` stands for the time of a plain round until there was one.
+        """
+        self._usual_ms = self._usual_ms or pass_ms
         self._asked.clear()
         self._plain_ms.clear()
         self._prepared_ms = 0.0
@@ -294,7 +298,7 @@ class Profit:
         if self._rounds - self._asked.get(method, -WIDEST) < WIDEST:
             return True
         owed = self._debts.get(method, 0.0) - self.PAID * self._spent_ms
-        return not self._usual_ms or owed <= self.CREDIT * self._usual_ms
+        return owed <= self.CREDIT * self._usual_ms
 
     def add_plain(self, round_: Round) -> None:
         """Add the time of a round without a draft, less its `draft_seconds`."""
@@ -321,9 +325,7 @@ class Profit:
             return 0
         if self._rounds - self._measured >= self.MAX_PLANNED:
             return 1
-        if not self._plain_ms:
-            return 0
-        plain_ms = median_low(self._plain_ms)
+        plain_ms = median_low(self._plain_ms or [self._usual_ms])
         spent_ms = min(1e3 * round_.seconds, 2 * plain_ms * (1 + round_.drafted))
         gain_ms = (1 + round_.accepted) * plain_ms - spent_ms - self._prepared_ms
         if round_.probes and not round_.drafted and not self._prepared_ms:
@@ -334,6 +336,8 @@ class Profit:
             gain_ms = -1e3 * round_.draft_seconds
         elif round_.drafted:
             self._owe(round_.method, -gain_ms)
+        if not self._plain_ms:
+            return 0  # another text's time pays debts, but may be another than this
         self.average_ms += self.WEIGHT * (gain_ms - self.average_ms)
         rest = max(0.0, -self.average_ms) / (self.SHARE * plain_ms)
         return min(self.MAX_REST, int(rest))

@@ -119,16 +119,17 @@ class AdaptiveController:
         ]
         self.max_draft_tokens, self.acceptance = max_draft_tokens, acceptance
         self.profit = profit or Profit()
-        self.profit.begin()
+        self.profit.begin(curve.pass_ms(1))
         self._rest_rounds, self._is_planning = 0, True
+        self._asked: list[Proposer] = []  # those that this round may ask
 
     def assign(self, room: int, offers: Mapping[Proposer, int]) -> Assignment:
         """Assign the draft that promises most; no draft in rounds without a plan."""
-        self._is_planning = self._rest_rounds == 0
-        if self._is_planning and not any(
-            self._may_ask(p, offers) for p in self.proposers
-        ):
-            self._rest_rounds, self._is_planning = self.profit.MAX_REST, False
+        if not self._rest_rounds:
+            may_ask, every = self.profit.may_ask, self.proposers
+            self._asked = [p for p in every if p in offers or may_ask(p.traits.name)]
+            self._rest_rounds = 0 if self._asked else self.profit.MAX_REST
+        self._is_planning = not self._rest_rounds
         if not self._is_planning:
             self._rest_rounds -= 1
             return NO_DRAFT
@@ -173,12 +174,10 @@ class AdaptiveController:
         self, room: int, offers: Mapping[Proposer, int], probing: Probing
     ) -> Iterator[tuple[Proposer, _Promise, float]]:
         """Each draft that this round may ask for: proposer, promise, milliseconds."""
-        for proposer in self.proposers:
+        for proposer in self._asked:
             traits = proposer.traits
             if traits.probes and not probing.streams:
                 continue  # it drafts with probes, and this round has none
-            if not self._may_ask(proposer, offers):
-                continue
             limit = min(self.max_draft_tokens, _most_tokens(proposer, room, offers))
             token_ms, evidence = self.curve.drafts.get(traits.name, 0.0), None
             if proposer in offers:  # its rows are there, and their time is spent
@@ -192,9 +191,6 @@ class AdaptiveController:
                 # Recurrent states take up the rows in the next pass.
                 ms += (promise.tokens - 1.0) * self.curve.kept_row
                 yield proposer, promise, ms
-
-    def _may_ask(self, proposer: Proposer, offers: Mapping[Proposer, int]) -> bool:
-        return proposer in offers or self.profit.may_ask(proposer.traits.name)
 
     def _steady_plans(self, proposer: Proposer) -> Iterator[_SteadyPlan]:
         """The plans for many rounds with a proposer's probes.

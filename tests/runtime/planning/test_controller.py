@@ -39,9 +39,8 @@ def outcome(method="draft", drafted=3, accepted=0, ms=1.0, width=4, draft_ms=0.1
 def adaptive(slope=0.1, draft_ms=0.05, widths=WIDTHS):
     passes = {w: 1 + slope * (w - 1) for w in range(1, 17)}
     curve = Curve(passes, drafts={"draft": draft_ms})
-    return AdaptiveController(
-        [Named("draft")], curve, {"draft": Acceptance()}, widths, 15
-    )
+    given = [Named("draft")], curve, {"draft": Acceptance()}, widths, 15
+    return AdaptiveController(*given)
 
 
 def test_fixed_keeps_its_length_and_respects_room():
@@ -138,9 +137,10 @@ def test_what_no_round_takes_follows_the_machine():
     assert curve.pass_ms(8) == pytest.approx(1.2 * curve.pass_ms(4), rel=0.5)
 
 
-def count_drafts(controller, passes, rate, draft_ms, first, busy=0):
+def count_drafts(curve, passes, rate, draft_ms, first, busy=0):
     """How many of 300 rounds from `first` on draft; the `busy` first take longer."""
-    chance, drafted = random.Random(0), 0
+    given = [Named("draft", 7)], curve, {"draft": Acceptance()}, [*passes], 7
+    controller, chance, drafted = AdaptiveController(*given), random.Random(0), 0
     for turn in range(first + 300):
         budget = controller.assign(15, {}).budget
         width = next(w for w in passes if w > budget)
@@ -155,21 +155,19 @@ def count_drafts(controller, passes, rate, draft_ms, first, busy=0):
 @pytest.mark.parametrize("slow", [1.0, 3.0])
 def test_drafts_are_found_to_pay_after_a_slow_first_minute(slow):
     """The times are whisper-base.en's with tiny.en: drafts of three pay."""
-    true, acceptance = {2: 3.5, 4: 4.2, 6: 4.9, 8: 5.6}, {"draft": Acceptance()}
+    true = {2: 3.5, 4: 4.2, 6: 4.9, 8: 5.6}
     curve = Curve({w: slow * true[w] for w in true}, drafts={"draft": slow * 1.6})
     for _ in range(30):  # rounds without a draft, as other methods have them
         curve.learn(outcome("none", drafted=0, width=2, ms=true[2]))
-    given = [Named("draft", 7)], curve, acceptance, [*true], 7
-    assert count_drafts(AdaptiveController(*given), true, 0.86, 1.6, 100) > 150
+    assert count_drafts(curve, true, 0.86, 1.6, 100) > 150
 
 
 @pytest.mark.parametrize("measured_ms", [20.0, 70.0])
 def test_a_busy_minute_does_not_end_drafting(measured_ms):
     """The times are a real pair's; another program ran, maybe in the survey too."""
-    passes, acceptance = {2: 50.0, 4: 55.0, 8: 65.0}, {"draft": Acceptance()}
+    passes = {2: 50.0, 4: 55.0, 8: 65.0}
     curve = Curve({**passes}, drafts={"draft": measured_ms})
-    given = [Named("draft", 7)], curve, acceptance, [*passes], 7
-    assert count_drafts(AdaptiveController(*given), passes, 0.9, 20.0, 400, 2) > 250
+    assert count_drafts(curve, passes, 0.9, 20.0, 400, 2) > 250
 
 
 def test_a_draft_that_costs_more_than_was_measured_is_seldom_tried():
@@ -303,9 +301,8 @@ def simulate(
             accepted += 1
         width = max(drafted + 1, min(widths))
         method = "draft" if drafted else "none"
-        controller.observe(
-            outcome(method, drafted, accepted, passes[width], width, draft_ms)
-        )
+        shown = method, drafted, accepted, passes[width], width, draft_ms
+        controller.observe(outcome(*shown))
         lengths.append(drafted)
         tokens += accepted + 1
         spent += passes[width] + draft_ms * drafted
@@ -373,8 +370,8 @@ def test_rows_that_recurrent_states_take_up_count():
 def test_each_evidence_has_a_rate_of_its_own():
     free = Named("lookup")
     passes = {w: 1 + 0.3 * (w - 1) for w in range(1, 17)}
-    acceptance = {"lookup": Acceptance()}
-    controller = AdaptiveController([free], Curve(passes), acceptance, range(1, 17), 15)
+    given = [free], Curve(passes), {"lookup": Acceptance()}, range(1, 17), 15
+    controller = AdaptiveController(*given)
     for _ in range(40):
         wrong = outcome("lookup", drafted=1, width=2, ms=passes[2])
         right = outcome("lookup", drafted=8, accepted=8, width=9, ms=passes[9])
@@ -407,11 +404,8 @@ def with_experts(touched):
 
 
 def test_rows_with_other_experts_are_not_drafted():
-    alike, measured = [8] * 16, [8 * w for w in range(1, 17)]
-    lengths = [
-        with_experts(touched).assign(15, {}).budget
-        for touched in (alike, measured, [8 + 60 * w for w in range(16)])
-    ]
+    others = [8 * w for w in range(1, 17)], [8 + 60 * w for w in range(16)]
+    lengths = [with_experts(x).assign(15, {}).budget for x in ([8] * 16, *others)]
     # Two rows are the narrowest pass, whose second row is carried anyway.
     assert lengths[0] > lengths[1] > lengths[2] == 1
 
@@ -419,8 +413,7 @@ def test_rows_with_other_experts_are_not_drafted():
 def timed(drafted=0, accepted=0, ms=1.0, late_ms=0.0):
     """A round that took `ms` by the clock, of which the curve knows a millisecond."""
     round_ = outcome("draft", drafted, accepted, draft_ms=0.0)
-    late = {"draft": late_ms / 1e3} if drafted else {}
-    return round_._replace(seconds=ms / 1e3, late=late)
+    return round_._replace(seconds=ms / 1e3, late={"draft": late_ms / 1e3})
 
 
 def test_drafts_in_every_round_are_measured_against_a_plain_round():
@@ -437,18 +430,25 @@ def test_drafts_in_every_round_are_measured_against_a_plain_round():
 def test_a_drafter_that_owes_more_than_its_credit_waits(accepted, longest):
     """What it reads costs 4 ms; a share of 0.002 pays for it in 2,000 rounds."""
     profit, asked = Profit(), []
-    profit.add_planned(timed(9, late_ms=4.0))
-    profit.begin()
-    assert profit.may_ask("draft"), "nobody knows what a plain round takes"
+    profit.begin(1.0)
     for index in range(30_000):
         if index % 64 < 4 and profit.may_ask("draft"):
-            late_ms = 4.0 if index % 64 == 0 else 0.0
-            profit.add_planned(timed(9, accepted, late_ms=late_ms))
+            profit.add_planned(timed(9, accepted, late_ms=4.0 * (index % 64 == 0)))
             asked.append(index // 64 * 64)
         else:
             profit.add_plain(timed())
         if index % 256 == 0:
-            profit.begin()  # another text does not pay a debt
+            profit.begin(1.0)  # another text does not pay a debt
     pauses = [pause for one, other in pairwise(asked) if (pause := other - one)]
     assert pauses[:3] == [64, 64, 64]
     assert longest - 64 <= pauses[-1] <= longest + 64
+
+
+def test_gains_pay_debts_before_a_text_has_a_plain_round():
+    profit = Profit()
+    for text in range(50):
+        profit.begin(1.0)
+        assert profit.may_ask("draft"), text
+        for late_ms in [100.0] + [0.0] * 23:  # each gains 9 ms
+            profit.add_planned(timed(9, 9, late_ms=late_ms))
+        profit.add_planned(timed())
