@@ -281,13 +281,10 @@ class Profit:
         self._rounds = self._measured = 0  # all, and those up to the last plain one
         self._spent_ms = 0.0  # the time of all rounds
         self._asked: dict[str, int] = {}  # a method's last round in this text
-        self._debts: dict[str, float] = {}  # with what the time has paid of them
+        self._debts: dict[str, float] = {}  # of methods that read, and what was paid
 
     def begin(self, pass_ms: float) -> None:
-        """Start a generation, whose rounds may take another time.
-
-        `pass_ms` stands for the time of a plain round until there was one.
-        """
+        """Start a generation; `pass_ms` stands for a plain round until there is one."""
         self._usual_ms = self._usual_ms or pass_ms
         self._asked.clear()
         self._plain_ms.clear()
@@ -319,8 +316,10 @@ class Profit:
             self._spent_ms += 1e3 * round_.seconds
         for method, (_, seconds) in round_.asked.items():
             self._asked[method] = self._rounds
-            own = 0.0 if method == round_.method else seconds
-            self._owe(method, 1e3 * (own + round_.late.get(method, 0.0)))
+            late_ms = 1e3 * round_.late.get(method, 0.0)
+            if method in self._debts or late_ms > self.SHARE * self._usual_ms:
+                own_ms = 0.0 if method == round_.method else 1e3 * seconds
+                self._owe(method, own_ms + late_ms)
         if not round_.seconds:
             return 0
         if self._rounds - self._measured >= self.MAX_PLANNED:
@@ -334,7 +333,7 @@ class Profit:
         self._prepared_ms = 0.0
         if is_vain:
             gain_ms = -1e3 * round_.draft_seconds
-        elif round_.drafted:
+        elif round_.drafted and round_.method in self._debts:
             self._owe(round_.method, -gain_ms)
         if not self._plain_ms:
             return 0  # another text's time pays debts, but may be another than this
