@@ -75,9 +75,10 @@ def test_a_profile_of_another_machine_is_left_out(own, quick):
 @pytest.mark.parametrize("content", ["", "{}", '{"machine": {}, "curve": 5}'])
 def test_a_damaged_profile_is_left_out(own, content):
     (own / TUNED).write_text(content)
+    (own / "profiles/cpu-1.json").unlink()  # an idle model may have kept prices there
     with pytest.warns(UserWarning, match="it is malformed"):
         model = jetdraft.load(own, threads=1)
-    assert not model.parts.curve.drafts.get("lookup"), "an idle model may begin to plan"
+    assert "lookup" not in model.parts.curve.drafts
 
 
 PASSES = ({"1": 0.0, "2": 0.0}, {"1": 1e12}, {"1": float("nan")}, {})

@@ -281,7 +281,7 @@ class Profit:
         self._rounds = self._measured = 0  # all, and those up to the last plain one
         self._spent_ms = 0.0  # the time of all rounds
         self._asked: dict[str, int] = {}  # a method's last round in this text
-        self._debts: dict[str, float] = {}  # of methods that read, and what was paid
+        self._debts: dict[str, float] = {}  # of methods that read, with what time paid
 
     def begin(self, pass_ms: float) -> None:
         """Start a generation; `pass_ms` stands for a plain round until there is one."""
@@ -336,7 +336,7 @@ class Profit:
         elif round_.drafted and round_.method in self._debts:
             self._owe(round_.method, -gain_ms)
         if not self._plain_ms:
-            return 0  # another text's time pays debts, but may be another than this
+            return 0  # rounds of the text before may have taken another time
         self.average_ms += self.WEIGHT * (gain_ms - self.average_ms)
         rest = max(0.0, -self.average_ms) / (self.SHARE * plain_ms)
         return min(self.MAX_REST, int(rest))

@@ -121,14 +121,14 @@ class AdaptiveController:
         self.profit = profit or Profit()
         self.profit.begin(curve.pass_ms(1))
         self._rest_rounds, self._is_planning = 0, True
-        self._asked: list[Proposer] = []  # those that this round may ask
+        self._askable: list[Proposer] = []  # in this round
 
     def assign(self, room: int, offers: Mapping[Proposer, int]) -> Assignment:
         """Assign the draft that promises most; no draft in rounds without a plan."""
         if not self._rest_rounds:
             may_ask, every = self.profit.may_ask, self.proposers
-            self._asked = [p for p in every if p in offers or may_ask(p.traits.name)]
-            self._rest_rounds = 0 if self._asked else self.profit.MAX_REST
+            self._askable = [p for p in every if p in offers or may_ask(p.traits.name)]
+            self._rest_rounds = 0 if self._askable else self.profit.MAX_REST
         self._is_planning = not self._rest_rounds
         if not self._is_planning:
             self._rest_rounds -= 1
@@ -174,7 +174,7 @@ class AdaptiveController:
         self, room: int, offers: Mapping[Proposer, int], probing: Probing
     ) -> Iterator[tuple[Proposer, _Promise, float]]:
         """Each draft that this round may ask for: proposer, promise, milliseconds."""
-        for proposer in self._asked:
+        for proposer in self._askable:
             traits = proposer.traits
             if traits.probes and not probing.streams:
                 continue  # it drafts with probes, and this round has none

@@ -368,8 +368,7 @@ def test_rows_that_recurrent_states_take_up_count():
 
 
 def test_each_evidence_has_a_rate_of_its_own():
-    free = Named("lookup")
-    passes = {w: 1 + 0.3 * (w - 1) for w in range(1, 17)}
+    free, passes = Named("lookup"), {w: 1 + 0.3 * (w - 1) for w in range(1, 17)}
     given = [free], Curve(passes), {"lookup": Acceptance()}, range(1, 17), 15
     controller = AdaptiveController(*given)
     for _ in range(40):
