@@ -1,5 +1,6 @@
 """Optional rewrites of a traced step graph: rotations, projections and norms."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +12,7 @@ from onnxscript.rewriter import pattern, rewrite
 from jetdraft.contracts.step_contract import StepContract
 from jetdraft.export.attentions import attentions, is_shared, use_own_attention
 from jetdraft.export.step import CUT, PACKET
+from jetdraft.native import GATED, MULTIPLY
 from jetdraft.ort import ort
 from jetdraft.quant import edits
 from jetdraft.quant.edits import CONTRIB_DOMAIN, Maker, producer, replace_values
@@ -244,7 +246,7 @@ def merge_projections(graph: ir.Graph, forms: Mapping[str, object]) -> None:
             form = forms.get(matrix.metadata_props.get(edits.PARAMETER, ""))
             groups.setdefault((source, form), []).append(node)
     for (source, _), nodes in groups.items():
-        biases = [_find_bias_add(node) for node in nodes]
+        biases = [_find_bias_add(node, _width(node.inputs[1])) for node in nodes]
         if len(nodes) > 1 and len({bias is None for bias in biases}) == 1:
             _merge_products(graph, source, nodes, [bias for bias in biases if bias])
 
@@ -254,17 +256,56 @@ def _is_matrix(value: Any) -> bool:
     return is_constant and value.shape is not None and len(value.shape) == 2
 
 
-def _find_bias_add(node: ir.Node) -> tuple[ir.Node, ir.Value] | None:
-    """Return a MatMul's only reader if it adds a constant vector, and the vector."""
-    consumers = list(node.outputs[0].consumers())
-    if len(consumers) != 1 or consumers[0].op_type != "Add":
-        return None
-    width = node.inputs[1].shape[1] if node.inputs[1] and node.inputs[1].shape else 0
-    for value in consumers[0].inputs:
+def _width(matrix: Any) -> int:
+    return int(matrix.shape[1])
+
+
+def _find_bias_add(node: ir.Node, width: int) -> tuple[ir.Node, ir.Value] | None:
+    """Return a product's only reader if it adds a constant vector, and the vector."""
+    add = _single_reader(node, "Add")
+    for value in add.inputs if add else ():
         constant = value.const_value if value is not None else None
-        if value is not None and constant is not None and constant.shape == (width,):
-            return consumers[0], value
+        if add and value and constant is not None and constant.shape == (width,):
+            return add, value
     return None
+
+
+def fuse_products(model: ir.Model) -> None:
+    """Let products of `jetdraft.native` add biases, and gate what they read."""
+    graph = model.graph
+    for node in [node for node in graph if node.op_type == MULTIPLY]:
+        found = _find_bias_add(node, node.attributes.get_int("N", 0))
+        if found is not None:
+            add, bias = found
+            node.resize_inputs(4)
+            node.replace_input_with(3, bias)
+            replace_values(add.outputs, node.outputs)
+            graph.remove(add, safe=True)
+        gating = producer(node.inputs[0], "Mul")
+        if gating is None or _single_reader(gating, MULTIPLY) is None:
+            continue
+        for share, passed in (gating.inputs, gating.inputs[::-1]):
+            gate, linear, cubic = _find_gate(share)
+            split = producer(gate, "Split")
+            if split is not None and list(split.outputs) == [gate, passed]:
+                node.op_type = GATED
+                node.replace_input_with(0, split.inputs[0])
+                for name, factor in (("linear", linear), ("cubic", cubic)):
+                    node.attributes[name] = ir.AttrFloat32(name, factor)
+    common.RemoveUnusedNodesPass()(model)
+
+
+def _find_gate(share: ir.Value | None) -> tuple[ir.Value | None, float, float]:
+    """Return g, a and b of a value g / (1 + e^-(a g + b g^3)); no g for others."""
+    gelu, product = producer(share, "Gelu"), producer(share, "Mul")
+    if gelu is not None and gelu.attributes.get_string("approximate", "") == "tanh":
+        linear = math.sqrt(8 / math.pi)
+        return gelu.inputs[0], linear, 0.044715 * linear
+    for value in product.inputs if product else ():
+        sigmoid = producer(value, "Sigmoid")
+        if product and sigmoid and sigmoid.inputs[0] in product.inputs:
+            return sigmoid.inputs[0], 1.0, 0.0
+    return None, 0.0, 0.0
 
 
 def _merge_products(
@@ -275,7 +316,7 @@ def _merge_products(
 ) -> None:
     """Replace MatMuls of `source` and the Adds in `biases` by one MatMul and Split."""
     weights = [node.inputs[1] for node in nodes]
-    sizes = [weight.shape[1] for weight in weights if weight and weight.shape]
+    sizes = [_width(weight) for weight in weights]
     name = f"{nodes[0].outputs[0].name}.merged"
     matrix = _join_constants(graph, [w for w in weights if w], f"{name}.weight", 1)
     make = Maker(graph, nodes[0])

@@ -25,7 +25,7 @@ from jetdraft.export.adapters import Pairs, add_adapters, keep_adapter, read_ada
 from jetdraft.export.attentions import attentions, is_shared, quantize_cache, windowed
 from jetdraft.export.derived import make_compaction_graph
 from jetdraft.export.export_options import ExportOptions
-from jetdraft.export.fusing import fuse, replace_gather_nd, split_gemms
+from jetdraft.export.fusing import fuse, fuse_products, replace_gather_nd, split_gemms
 from jetdraft.export.selected_attention import add_selection
 from jetdraft.export.source_step import EncoderStep, SourceStep, VisionStep
 from jetdraft.export.step import CUT, ProbeStep, Step, StreamStep, write_probe_weights
@@ -127,6 +127,7 @@ def write_chain(job: Job, entry: GraphEntry, step: Step) -> GraphEntry:
     report = partial(job.report, stage)
     with tempfile.TemporaryFile(dir=job.folder) as spill:
         job.quantization.apply(model, report, spill)
+        fuse_products(model)
         if job.scales:
             bits = job.quantization.recipe.kv_bits
             contract = quantize_cache(model, entry.contract, job.scales, bits)

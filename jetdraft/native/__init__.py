@@ -9,9 +9,10 @@ from pathlib import Path
 from jetdraft.errors import ProviderError, as_error
 
 DOMAIN = "jetdraft"
-MULTIPLY, GATHER, EXPERTS = "MatMulPacked", "GatherPacked", "MatMulExperts"
+MULTIPLY, GATED = "MatMulPacked", "MatMulGated"
+GATHER, EXPERTS = "GatherPacked", "MatMulExperts"
 OPERATORS = (
-    *(MULTIPLY, GATHER, EXPERTS),
+    *(MULTIPLY, GATED, GATHER, EXPERTS),
     *("GroupQueryAttention", "LinearAttention", "CausalConvolution"),
 )
 # The file may be missing; a clone's library may lie where it was installed.

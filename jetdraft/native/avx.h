@@ -50,9 +50,10 @@ struct Avx {
     w += 32 * i;
     if constexpr (BITS == 8) return load32(w + 64 * t);
     if constexpr (BITS == 3) {
-      const __m256i low = high_bits({}, load32(w + 64 * (t / 4)), -2 * (t / 2 % 2), 0x33);
+      const __m256i plane = load32(w + 64 * (t / 4));
+      const __m256i low = high_bits(__m256i{}, plane, -2 * (t / 2 % 2), 0x33);
       const __m256i pair = high_bits(low, load32(w + 128), 2 - t / 2, 0x44);
-      return high_bits({}, pair, -4 * (t % 2), 7);
+      return high_bits(__m256i{}, pair, -4 * (t % 2), 7);
     }
     const __m256i both = load32(w + 64 * (t / 2));
     __m256i quad = t % 2 ? _mm256_srli_epi16(both, 4) : both;

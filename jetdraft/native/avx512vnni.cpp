@@ -54,9 +54,10 @@ struct Avx512 {
     if constexpr (BITS == 8)
       return _mm512_xor_si512(load(w + 64 * t), _mm512_set1_epi8(-128));
     if constexpr (BITS == 3) {
-      const __m512i low = high_bits({}, load(w + 64 * (t / 4)), -2 * (t / 2 % 2), 0x33);
+      const __m512i plane = load(w + 64 * (t / 4));
+      const __m512i low = high_bits(__m512i{}, plane, -2 * (t / 2 % 2), 0x33);
       const __m512i pair = high_bits(low, load(w + 128), 2 - t / 2, 0x44);
-      return high_bits({}, pair, -4 * (t % 2), 7);
+      return high_bits(__m512i{}, pair, -4 * (t % 2), 7);
     }
     const __m512i both = load(w + 64 * (t / 2));
     __m512i quad = t % 2 ? _mm512_srli_epi16(both, 4) : both;

@@ -95,7 +95,9 @@ struct RowBlock {
 // A product of rows x [rows][numbers] with a matrix; y is [rows][columns].
 // `padded` is `numbers`, rounded up to whole blocks, or super-blocks. Rows are multiplied
 // in tiles of some rows; `read` is [tile][padded / BLOCK][rows of the tile]. If `places` is
-// given, row i lies at place `places[i]` of x and of y.
+// given, row i lies at place `places[i]` of x and of y. If the product `is_gated`, x is
+// [rows][2][numbers], gates g and numbers, and each number is multiplied with
+// g / (1 + e^-z), z = linear g + cubic g^3, first. A bias [columns], if given, is added.
 struct Product {
   int64_t columns, numbers, padded, rows;
   const uint8_t *integers, *scales;
@@ -103,6 +105,9 @@ struct Product {
   float* y;
   RowBlock* read;
   const int64_t* places;
+  const float* bias;
+  bool is_gated;
+  float linear, cubic;
 
   int64_t place(int64_t row) const { return places == nullptr ? row : places[row]; }
 };
@@ -163,7 +168,8 @@ bool has_avx2(), has_avxvnni(), has_avx512vnni(), has_dotprod(), has_i8mm();  //
 struct Isa {
   const char* name;
   bool (*runs)();
-  void (*quantize[FORMAT_COUNT])(const Product&, int64_t row);
+  void (*quantize[FORMAT_COUNT])(const Product&, int64_t row, int64_t first_block,
+                                 int64_t end);
   void (*multiply[FORMAT_COUNT])(const Product&, int64_t first_group, int64_t end);
   void (*attend)(const Attention&, const Attention::Part&, float* scratch);
   void (*recur)(const Recurrence&, int64_t head, float* scratch);  // [key][COLUMNS]

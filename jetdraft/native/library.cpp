@@ -1,6 +1,9 @@
 // Operators for onnxruntime's CPU provider, in the domain "jetdraft":
 //
-//   MatMulPacked(x float [..., K], integers, scales uint8 [bytes]) -> float [..., N]
+//   MatMulPacked(x float [..., K], integers, scales uint8 [bytes], bias float [N] or none)
+//       -> float [..., N]
+//   MatMulGated: the same for x [..., 2 K], gates g and numbers, which are multiplied with
+//       g / (1 + e^-z), z = linear g + cubic g^3
 //   GatherPacked(ids int64 [...], integers, scales) -> float [..., K]: columns
 //   MatMulExperts(x float [S, K], integers, scales, ids int64 [S]) -> float [S, N]: the
 //       arrays have a matrix for each expert, one behind the other, and row s is
@@ -14,7 +17,7 @@
 //   CausalConvolution(x float [1, n, c], weights [k, c], state [1, k - 1 + KEPT, c],
 //       state_rows int64 [2], bias [c] or none) -> float [1, n, c], state
 //
-// Attributes of all but attention: layout (LAYOUT_VERSION); of the first three: N, K, format
+// Attributes of all but attention: layout (LAYOUT_VERSION); of the first four: N, K, format
 // (a row of FORMATS).
 //
 // The library needs no C++ runtime: neither exceptions nor containers.
@@ -37,6 +40,7 @@ namespace {
 
 constexpr int64_t PARTS = 16;             // of a product, for the session's threads
 constexpr int64_t SMALL_BYTES = 1 << 15;  // of a matrix that one thread multiplies
+constexpr int64_t FEW_ROWS = 4;           // Fewer are quantized by one thread.
 
 // The best that runs here, or the one that JETDRAFT_ISA names; null if it cannot run.
 const Isa* choose_isa() {
@@ -50,6 +54,8 @@ const Isa* choose_isa() {
 struct Kernel {
   int64_t columns, numbers, padded, format;
   bool is_stack;  // of a matrix for each expert
+  bool is_gated;
+  float linear, cubic;
 
   int64_t groups() const { return (columns + GROUP - 1) / GROUP; }
   int64_t units() const {
@@ -88,16 +94,18 @@ struct Kernel {
   }
 };
 
-template <bool IS_STACK>
+template <bool IS_STACK, bool IS_GATED = false>
 OrtStatus* create(const OrtCustomOp*, const OrtApi*, const OrtKernelInfo* info,
                   void** made) {
   int64_t layout = 0;
   Kernel k{};
-  k.is_stack = IS_STACK;
+  k.is_stack = IS_STACK, k.is_gated = IS_GATED;
   for (auto [name, number] : {std::pair{"N", &k.columns}, std::pair{"K", &k.numbers},
                               std::pair{"format", &k.format}, std::pair{"layout", &layout}})
     TRY(ort::call(ort::KERNEL_INFO_GET_ATTRIBUTE_INT64, info, name, number));
   TRY(check_layout(layout));
+  for (auto [name, number] : {std::pair{"linear", &k.linear}, std::pair{"cubic", &k.cubic}})
+    if (IS_GATED) TRY(ort::call(ort::KERNEL_INFO_GET_ATTRIBUTE_FLOAT, info, name, number));
   if (k.format < 0 || k.format >= FORMAT_COUNT) return failed("unknown format of a matrix");
   if (k.columns < 1 || k.numbers < 1 || k.columns >= MAX_SIZE || k.numbers >= MAX_SIZE)
     return failed("a matrix has a size out of range");
@@ -120,18 +128,23 @@ OrtStatus* create(const OrtCustomOp*, const OrtApi*, const OrtKernelInfo* info,
 // One or several products with matrices of one size, each in `parts` parts.
 struct Job {
   const Product* products;
-  int64_t format, groups, parts;
+  int64_t format, groups, parts, row_parts = 1;
 };
 
-void quantize_row(void* data, size_t row) {
+void quantize_part(void* data, size_t index) {
   const Job& job = *(Job*)data;
-  isa->quantize[job.format](*job.products, int64_t(row));
+  const int64_t part = int64_t(index) % job.row_parts,
+                blocks = job.products->padded / BLOCK;
+  isa->quantize[job.format](*job.products, int64_t(index) / job.row_parts,
+                            blocks * part / job.row_parts,
+                            blocks * (part + 1) / job.row_parts);
 }
 
 void quantize_rows(void* data, size_t product) {
   const Job& job = *(Job*)data;
   const Product& p = job.products[product];
-  for (int64_t row = 0; row < p.rows; row++) isa->quantize[job.format](p, row);
+  for (int64_t row = 0; row < p.rows; row++)
+    isa->quantize[job.format](p, row, 0, p.padded / BLOCK);
 }
 
 void multiply_part(void* data, size_t index) {
@@ -144,16 +157,21 @@ void multiply_part(void* data, size_t index) {
 
 OrtStatus* multiply_packed(void* data, OrtKernelContext* context) {
   const Kernel& k = *(Kernel*)data;
-  Tensor x;
+  Tensor x, bias;
   Product p{};
   Job job{};
   int64_t one = 0;
   TRY(read_input(context, ort::FLOAT, &x));
+  TRY(read_input(context, ort::FLOAT, &bias, 3));
   TRY(k.read_matrix(context, &p.integers, &p.scales, &one));
-  if (x.rank < 1 || x.dims[x.rank - 1] != k.numbers)
+  const int64_t width = k.is_gated ? 2 * k.numbers : k.numbers;
+  if (x.rank < 1 || x.dims[x.rank - 1] != width)
     return failed("the rows have another width than the matrix");
+  if (bias.given && !bias.has_dims({k.columns}))
+    return failed("a bias has another size than the matrix has columns");
   p.columns = k.columns, p.numbers = k.numbers, p.padded = k.padded;
-  p.x = (const float*)x.data, p.rows = x.size / k.numbers;
+  p.x = (const float*)x.data, p.rows = x.size / width, p.bias = (const float*)bias.data;
+  p.is_gated = k.is_gated, p.linear = k.linear, p.cubic = k.cubic;
   x.dims[x.rank - 1] = k.columns;
   TRY(make_output(context, x, &p.y));
   if (p.rows == 0) return nullptr;
@@ -164,11 +182,11 @@ OrtStatus* multiply_packed(void* data, OrtKernelContext* context) {
   job.products = &p, job.format = k.format, job.groups = k.groups();
   const int64_t size = k.columns * k.padded;
   job.parts = size < SMALL_BYTES ? 1 : std::min(PARTS, job.groups);
-  if (p.rows < 4 || job.parts == 1) {
-    for (int64_t row = 0; row < p.rows; row++) quantize_row(&job, size_t(row));
-  } else {
-    TRY(for_each(context, quantize_row, p.rows, &job));
-  }
+  if (p.is_gated && p.rows < FEW_ROWS) job.row_parts = FEW_ROWS;
+  if (job.parts == 1 || p.rows * job.row_parts < FEW_ROWS)
+    quantize_rows(&job, 0);
+  else
+    TRY(for_each(context, quantize_part, p.rows * job.row_parts, &job));
   if (job.parts == 1) return multiply_part(&job, 0), nullptr;
   return for_each(context, multiply_part, job.parts, &job);
 }
@@ -295,7 +313,7 @@ OrtStatus* gather_packed(void* data, OrtKernelContext* context) {
 using Create = OrtStatus*(const OrtCustomOp*, const OrtApi*, const OrtKernelInfo*, void**);
 using Compute = OrtStatus*(void*, OrtKernelContext*);
 
-constexpr int PRODUCT_TYPES[] = {ort::FLOAT, ort::UINT8, ort::UINT8};
+constexpr int PRODUCT_TYPES[] = {ort::FLOAT, ort::UINT8, ort::UINT8, ort::FLOAT};
 constexpr int GATHER_TYPES[] = {ort::INT64, ort::UINT8, ort::UINT8};
 constexpr int EXPERTS_TYPES[] = {ort::FLOAT, ort::UINT8, ort::UINT8, ort::INT64};
 constexpr int OPTIONAL = 1;
@@ -345,8 +363,11 @@ EXPORTED OrtStatus* RegisterCustomOps(OrtSessionOptions* options, const OrtApiBa
   if (isa == nullptr)
     return failed("this processor lacks what JETDRAFT_ISA names; leave it out");
   static const OrtCustomOp multiply =
-      make_operator<create<false>, multiply_packed, 1, PRODUCT_TYPES>(
+      make_operator<create<false>, multiply_packed, 1, PRODUCT_TYPES, 1 << 3>(
           [](auto) { return "MatMulPacked"; });
+  static const OrtCustomOp gated =
+      make_operator<create<false, true>, multiply_packed, 1, PRODUCT_TYPES, 1 << 3>(
+          [](auto) { return "MatMulGated"; });
   static const OrtCustomOp gather =
       make_operator<create<false>, gather_packed, 1, GATHER_TYPES>(
           [](auto) { return "GatherPacked"; });
@@ -364,7 +385,7 @@ EXPORTED OrtStatus* RegisterCustomOps(OrtSessionOptions* options, const OrtApiBa
           [](auto) { return "CausalConvolution"; });
   OrtCustomOpDomain* domain = nullptr;
   TRY(ort::call(ort::CREATE_CUSTOM_OP_DOMAIN, "jetdraft", &domain));
-  for (const OrtCustomOp* op : {&multiply, &gather, &experts, &attention,
+  for (const OrtCustomOp* op : {&multiply, &gated, &gather, &experts, &attention,
                                 &recurrence, &convolution})
     TRY(ort::call(ort::CUSTOM_OP_DOMAIN_ADD, domain, op));
   return ort::call(ort::ADD_CUSTOM_OP_DOMAIN, options, domain);

@@ -24,20 +24,35 @@ constexpr int64_t CACHED_BYTES = 1 << 18;  // of a matrix that all rows read in 
 // Weights are fetched so many bytes ahead, since processors stop at the end of a page.
 constexpr int64_t AHEAD = 2048;
 
-// The integers of a row: each block is scaled so that its largest number becomes 127.
+// Multiplies the numbers of a block with what their gates let through.
+inline void multiply_gates(const Product& p, const float* gates, float* numbers) {
+  for (int i = 0; i < BLOCK; i += LANES) {
+    const Lanes g = load(gates + i), z = g * (p.linear + p.cubic * g * g);
+    const Lanes e = exponential(z < 0.0f ? z : -z);
+    const Lanes share = (z < 0.0f ? e : Lanes{} + 1.0f) / (1.0f + e);
+    store(numbers + i, g * share * load(numbers + i));
+  }
+}
+
+// The integers of some blocks of a row: each block is scaled so that its largest number
+// becomes 127.
 template <class V, int F>
-void quantize(const Product& p, int64_t row) {
+void quantize(const Product& p, int64_t row, int64_t first, int64_t end) {
   constexpr Format f = FORMATS[F];
   constexpr bool halves = f.scales == Scales::SUPER_HALVES;
   constexpr int zero = f.zero + (f.bits == 8 ? V::BYTE_OFFSET : 0);
   const int64_t blocks = p.padded / BLOCK, tile = row - row % V::MAX_ROWS;
   const int64_t tile_rows = std::min<int64_t>(V::MAX_ROWS, p.rows - tile);
-  const float* x = p.x + p.place(row) * p.numbers;
-  RowBlock* read = p.read + tile * blocks + (row - tile);
-  for (int64_t b = 0; b < blocks; b++, x += BLOCK, read += tile_rows) {
-    float numbers[BLOCK] = {};
-    const int64_t left = p.numbers - b * BLOCK;
-    std::memcpy(numbers, x, std::clamp<int64_t>(left, 0, BLOCK) * sizeof(float));
+  const float* x = p.x + p.place(row) * p.numbers * (p.is_gated ? 2 : 1) + first * BLOCK;
+  RowBlock* read = p.read + tile * blocks + (row - tile) + first * tile_rows;
+  for (int64_t b = first; b < end; b++, x += BLOCK, read += tile_rows) {
+    float numbers[BLOCK] = {}, gates[BLOCK] = {};
+    const int64_t left = std::clamp<int64_t>(p.numbers - b * BLOCK, 0, BLOCK);
+    std::memcpy(numbers, x + (p.is_gated ? p.numbers : 0), left * sizeof(float));
+    if (p.is_gated) {
+      std::memcpy(gates, x, left * sizeof(float));
+      multiply_gates(p, gates, numbers);
+    }
     // The bits of magnitudes are in the order of the magnitudes, NaN last.
     uint32_t largest_bits = 0;
     for (float number : numbers)
@@ -133,6 +148,9 @@ void multiply_tile(const Product& p, int64_t group, int lane, int64_t row) {
       V::store(last, sum[m]);
       std::memcpy(y, last, (p.columns - column) * sizeof(float));
     }
+    if (p.bias != nullptr)
+      for (int64_t i = 0; i < std::min<int64_t>(V::LANES, p.columns - column); i++)
+        y[i] += p.bias[column + i];
   }
 }
 

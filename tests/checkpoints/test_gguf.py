@@ -1,5 +1,6 @@
 import json
 import re
+from collections import Counter
 from unittest.mock import Mock
 
 import gguf
@@ -17,6 +18,7 @@ import jetdraft
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.gguf_tokenizer import end_token_ids, make_tokenizer_json
 from jetdraft.errors import CheckpointError, UnsupportedModelError
+from jetdraft.native import GATED, MULTIPLY
 from jetdraft.quant.algorithms import quantize
 from jetdraft.quant.grids import GRIDS, GridMatrix
 from jetdraft.recipe import KERNELS, Recipe
@@ -133,9 +135,10 @@ def test_all_integers_are_in_the_bundle(case):
     kept = {n: d for n, d in written.data.items() if tied or "embed_tokens" not in n}
     graph = onnx.load(bundle / "target.onnx").graph
     constants = {each.name: numpy_helper.to_array(each) for each in graph.initializer}
-    products = [n for n in graph.node if n.op_type in ("MatMulNBits", "MatMulPacked")]
+    kinds = "MatMulNBits", MULTIPLY, GATED
+    products = [node for node in graph.node if node.op_type in kinds]
     stored = [row.tobytes() for node in products for row in columns(node, constants)]
-    packed = products[0].op_type == "MatMulPacked"
+    packed = products[0].op_type == MULTIPLY
     for name, data in kept.items():
         expected = quants.dequantize(data, written.types[name])
         if not packed:
@@ -146,12 +149,26 @@ def test_all_integers_are_in_the_bundle(case):
     assert len(stored) == sum(map(len, kept.values()))
 
 
+def test_products_add_biases_and_gate_what_they_read(case):
+    written, bundle = case
+    graph = onnx.load(bundle / "target.onnx", load_external_data=False).graph
+    kinds = Counter(node.op_type for node in graph.node)
+    config, own = written.model.config, "MatMulNBits" not in kinds
+    gates = own and any(
+        n.endswith(("down_proj.weight", "w2.weight")) for n in written.types
+    )
+    assert kinds[GATED] == (config.num_hidden_layers if gates else 0)
+    assert bool(kinds["Sigmoid"] + kinds["Gelu"]) != gates
+    read = [n.input[3] for n in graph.node if n.op_type == MULTIPLY and n.input[3:]]
+    assert bool(read) == (own and config.model_type == "qwen2")
+
+
 def columns(node, constants):
     """The integers of a product's columns; the numbers where they keep their type."""
-    arrays = [constants[name] for name in node.input[1:]]
+    arrays = [constants[name] for name in node.input[1:3]]
     if node.op_type == "MatMulNBits":
         return arrays[0]
-    fields = {a.name: a.i for a in node.attribute}
+    fields = {a.name: a.i for a in node.attribute if a.type == a.INT}
     return gathered(np.arange(fields["N"]), arrays, **fields)
 
 

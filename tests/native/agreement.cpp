@@ -56,11 +56,12 @@ struct Matrix {
       }
   }
 
-  void multiply(const Isa& isa, const float* x, int64_t rows, float* y) const {
-    const Array<RowBlock> read(rows * padded / BLOCK);
-    const Product p{columns,  numbers, padded, rows, integers.at, scales.at, x, y,
-                    read.at, nullptr};
-    for (int64_t row = 0; row < rows; row++) isa.quantize[format](p, row);
+  void multiply(const Isa& isa, Product p) const {
+    const Array<RowBlock> read(p.rows * padded / BLOCK);
+    p.columns = columns, p.numbers = numbers, p.padded = padded, p.read = read.at;
+    p.integers = integers.at, p.scales = scales.at, p.linear = 1.5f, p.cubic = 0.25f;
+    for (int64_t row = 0; row < p.rows; row++)
+      isa.quantize[format](p, row, 0, padded / BLOCK);
     isa.multiply[format](p, 0, groups(columns));
   }
 };
@@ -69,19 +70,25 @@ bool equal(const float* a, const float* b, int64_t count) {
   return std::memcmp(a, b, size_t(count) * sizeof(float)) == 0;
 }
 
-// Whether a pass of `rows` rows has the portable bits, and each row alone has them too.
+// Whether a pass of `rows` rows has the portable bits, and each row alone has them too;
+// with gates and a bias in every second pass.
 bool agrees(const Isa& isa, const Matrix& matrix, int64_t rows) {
-  const int64_t n = matrix.columns, k = matrix.numbers;
-  Array<float> x(rows * k), y(rows * n), expected(rows * n), alone(n);
+  const bool is_gated = (matrix.columns + rows) % 2 == 0;
+  const int64_t n = matrix.columns, k = matrix.numbers * (is_gated ? 2 : 1);
+  Array<float> x(rows * k), y(rows * n), expected(rows * n), alone(n), bias(n);
+  for (int64_t i = 0; i < n; i++) bias.at[i] = float(random_bits()) - 32768;
   for (int64_t i = 0; i < x.size; i++) {
     x.at[i] = (float(random_bits()) - 32768) / (i % 97 ? 32768 : 32);
     if (rows > 2 && i / k == 2) x.at[i] = 0;
   }
-  matrix.multiply(isa, x.at, rows, y.at);
-  matrix.multiply(PORTABLE, x.at, rows, expected.at);
+  Product p{.rows = rows, .x = x.at, .y = y.at, .is_gated = is_gated};
+  if (is_gated) p.bias = bias.at;
+  matrix.multiply(isa, p);
+  p.y = expected.at, matrix.multiply(PORTABLE, p);
   bool same = equal(y.at, expected.at, y.size);
-  for (int64_t row = 0; row < rows; row++) {
-    matrix.multiply(isa, x.at + row * k, 1, alone.at);
+  p.rows = 1, p.y = alone.at;
+  for (int64_t row = 0; row < rows; row++, p.x += k) {
+    matrix.multiply(isa, p);
     same &= equal(y.at + row * n, alone.at, n);
   }
   return same;

@@ -15,24 +15,25 @@ FLAGS = "do_rotary", "rotary_interleaved", "local_window_size"
 
 
 def session(kind, matrix, *, threads=1, **changed):
-    """A session of MatMulPacked or GatherPacked; `changed` replaces what it reads."""
+    """A session of an operator with `matrix`; `changed` replaces what it reads."""
     fields = {"N": len(matrix.data), "K": matrix.rows}
     fields |= {"format": GRIDS.index(matrix.grid), "layout": LAYOUT_VERSION}
     fields |= {**dict(zip(ARRAYS, matrix.packed(), strict=True)), **changed}
-    return open_session(kind, [fields.pop(name) for name in ARRAYS], threads, fields)
+    arrays = {n: fields.pop(n) for n in (*ARRAYS, "bias") if n in fields}
+    return open_session(kind, arrays, threads, fields)
 
 
 def open_session(kind, arrays, threads, fields):
     kinds = {"x": TensorProto.INT64 if kind == "GatherPacked" else TensorProto.FLOAT}
     if kind == "MatMulExperts":
         kinds["ids"] = TensorProto.INT64
-    read = ["x", *ARRAYS, *list(kinds)[1:]]
+    read = ["x", *arrays, *list(kinds)[1:]]
     graph = helper.make_graph(
         [helper.make_node(kind, read, ["y"], domain="jetdraft", **fields)],
         "operator",
         [helper.make_tensor_value_info(*pair, None) for pair in kinds.items()],
         [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)],
-        [numpy_helper.from_array(a, n) for a, n in zip(arrays, ARRAYS, strict=True)],
+        [numpy_helper.from_array(array, name) for name, array in arrays.items()],
     )
     return session_of(graph, threads)
 
@@ -60,7 +61,8 @@ def run_experts(matrix, x, ids, experts=1, **changed):
 
 
 def gathered(ids, arrays, **fields):
-    return open_session("GatherPacked", arrays, 1, fields).run(None, {"x": ids})[0]
+    named = dict(zip(ARRAYS, arrays, strict=True))
+    return open_session("GatherPacked", named, 1, fields).run(None, {"x": ids})[0]
 
 
 def random_matrix(grid, columns, rows, seed=0):

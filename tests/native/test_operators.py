@@ -56,6 +56,10 @@ WAYS = {
 }
 
 
+def floats(*shape):
+    return np.zeros(shape, np.float32)
+
+
 def rounded_to_int8(x):
     """Rows as the operator reads them: int8 in blocks of 32."""
     blocks = np.pad(x, ((0, 0), (0, -x.shape[1] % 32))).reshape(len(x), -1, 32)
@@ -75,23 +79,46 @@ def test_a_product_is_exact_but_for_rounded_rows(grid, columns, rows):
     np.testing.assert_allclose(found, expected, atol=1e-6 * np.abs(expected).max())
 
 
+def gated(grid, columns, rows):
+    """A matrix, its rows and gates, and the other fields of MatMulGated."""
+    random = np.random.default_rng(1)
+    x, bias = (random.standard_normal(n, "f4") for n in ((19, 2 * rows), columns))
+    fields = {"linear": 1.5957691, "cubic": 0.07135482, "bias": bias}
+    return random_matrix(grid, columns, rows), x, fields
+
+
 @pytest.mark.parametrize("grid", GRIDS)
-def test_a_row_has_the_same_bits_in_every_pass(grid):
-    matrix = random_matrix(grid, 48, 512)
-    x = np.random.default_rng(1).standard_normal((19, 512)).astype(np.float32)
-    two, one = session("MatMulPacked", matrix), session("MatMulPacked", matrix)
-    whole = two.run(None, {"x": x})[0]
-    for width in range(1, 19):
-        part = one.run(None, {"x": x[19 - width :]})[0]
-        np.testing.assert_array_equal(part, whole[19 - width :])
+@pytest.mark.parametrize(("columns", "rows"), SHAPES)
+def test_a_product_reads_gated_rows_and_adds_a_bias(grid, columns, rows):
+    matrix, x, fields = gated(grid, columns, rows)
+    gates, passed = torch.from_numpy(x).split(rows, 1)
+    silu = {**fields, "linear": 1.0, "cubic": 0.0}
+    for gate, factors in (("silu", silu), ("gelu", fields)):
+        how = {"approximate": "tanh"} if gate == "gelu" else {}
+        read = getattr(torch.nn.functional, gate)(gates, **how) * passed
+        expected = run("MatMulPacked", matrix, read.numpy()) + fields["bias"]
+        found = run("MatMulGated", matrix, x, **factors)
+        # Where torch's last bit is another, a number is rounded to the next integer.
+        np.testing.assert_allclose(found, expected, atol=0.01 * np.abs(expected).max())
+    np.testing.assert_array_equal(
+        run("MatMulPacked", matrix, x[:, :rows], bias=fields["bias"]),
+        run("MatMulPacked", matrix, x[:, :rows]) + fields["bias"],
+    )
 
 
-@pytest.mark.parametrize("threads", [2, 3])
-def test_threads_change_no_bit(threads):
-    matrix = random_matrix("Q4_K", 400, 512)
-    x = np.random.default_rng(1).standard_normal((9, 512)).astype(np.float32)
-    found = run("MatMulPacked", matrix, x, threads=threads)
-    np.testing.assert_array_equal(found, run("MatMulPacked", matrix, x))
+@pytest.mark.parametrize("grid", GRIDS)
+@pytest.mark.parametrize("threads", [1, 3])
+def test_no_bit_of_a_product_depends_on_the_pass_or_threads(grid, threads):
+    matrix, x, fields = gated(grid, 400, 512)
+    for kind, rows, more in (("Packed", x[:, :512], {}), ("Gated", x, fields)):
+        one, other = (
+            session(f"MatMul{kind}", matrix, threads=count, **more)
+            for count in (1, threads)
+        )
+        whole = one.run(None, {"x": rows})[0]
+        for width in range(1, 19):
+            part = other.run(None, {"x": rows[19 - width :]})[0]
+            np.testing.assert_array_equal(part, whole[19 - width :])
 
 
 @pytest.mark.parametrize("grid", GRIDS)
@@ -165,6 +192,8 @@ def test_damaged_experts_are_refused(ids, changed, reason):
     ({"format": len(GRIDS)}, "unknown format"),
     ({"format": -1}, "unknown format"),
     ({"layout": 2}, "packed in layout 2, and this version reads layout 1"),
+    ({"bias": floats(33)}, "a bias has another size"),
+    ({"bias": floats(1, 32)}, "a bias has another size"),
 )
 def test_a_damaged_matrix_is_refused(changed, reason):
     matrix, x = random_matrix("Q4_0", 32, 64), np.ones((1, 64), "f4")
@@ -299,10 +328,6 @@ def test_a_query_that_is_not_finite_spoils_its_row_only(bad):
     assert np.isnan(found[40, :64]).all()
     found[40, :64] = plain[40, :64]
     np.testing.assert_array_equal(found, plain)
-
-
-def floats(*shape):
-    return np.zeros(shape, np.float32)
 
 
 @cases(
