@@ -64,11 +64,12 @@ class TranscriptionRequest(ModelRequest):
         form = texts.get("response_format", "json")
         fact = f"there is no format {form!r}; choose {', '.join(FORMATS)}"
         _refuse_if(form not in FORMATS, fact, "response_format")
-        options: dict[str, Any] = {
-            name: _field_number(name, texts[name], kind)
-            for name, kind in NUMBER_FIELDS.items()
-            if texts.get(name)
-        }
+        options: dict[str, Any] = {}
+        for name, kind in NUMBER_FIELDS.items():
+            if number := texts.get(name):
+                fact = f"{name} {number!r} is not a number; give one"
+                with refusing(RequestError(fact, name), ValueError):
+                    options[name] = kind(number)
         if texts.get("method"):
             options["method"] = texts["method"]
         if form == "verbose_json":
@@ -133,12 +134,6 @@ def _field_text(name: str, values: Sequence[bytes]) -> str:
     fact = f"{name!r} is longer than {MAX_FIELD_CHARS} characters"
     _refuse_if(len(text) > MAX_FIELD_CHARS, fact, name)
     return text
-
-
-def _field_number(name: str, text: str, kind: type[float]) -> float:
-    fact = f"{name} {text!r} is not a number; give one"
-    with refusing(RequestError(fact, name), ValueError):
-        return kind(text)
 
 
 def read_form(data: bytes | bytearray, content_type: str) -> dict[str, list[bytes]]:
