@@ -75,19 +75,18 @@ def prompt_mask(anchors: Tensor, rows: int, settings: PromptSettings) -> Tensor:
 
 
 class PromptTask(task.ProbeTask):
-    """Trains prompt tokens."""
+    """Trains prompt tokens of a `mode`; their sizes are the settings of their names."""
 
+    mode = PromptSettings.mode
     options = task.TrainingOptions(learning_rate=1e-2)
     _model: Any = None
 
     def __init__(self, settings: Any = None) -> None:
         super().__init__(settings)
-        self.prompts = self.prompt_settings()
+        known = vars(PromptSettings()).keys()
+        own = {n: value for n, value in vars(self.settings).items() if n in known}
+        self.prompts = PromptSettings(mode=self.mode, **own)
         self.prompts.check()
-
-    def prompt_settings(self) -> PromptSettings:
-        """Return the prompt tokens' own settings; every subclass defines this."""
-        raise NotImplementedError
 
     def shortest_sequence(self) -> tuple[int, str]:
         """Return the fewest tokens: two rows, the next token, and gamma guesses."""

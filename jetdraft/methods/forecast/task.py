@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from jetdraft.checkpoints.streams import FORECAST, PromptSettings
+from jetdraft.checkpoints.streams import FORECAST
 from jetdraft.options import setting
 from jetdraft.train.prompts import InsertionSettings, PromptTask
 
@@ -19,7 +19,4 @@ class ForecastTask(PromptTask):
     Settings = ForecastSettings
     help = "Add forecasts to TARGET, a checkpoint folder or hub id."
     product = kind = "forecasts"
-
-    def prompt_settings(self) -> PromptSettings:
-        settings = self.settings
-        return PromptSettings(settings.gamma, prefix=settings.prefix, mode=FORECAST)
+    mode = FORECAST

@@ -25,6 +25,3 @@ class PpdTask(PromptTask):
     Settings = PpdSettings
     help = "Add prompt tokens to TARGET, a checkpoint folder or hub id."
     product = kind = "prompt tokens"
-
-    def prompt_settings(self) -> PromptSettings:
-        return PromptSettings(self.settings.gamma, self.settings.members)
