@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from threading import Lock
@@ -66,7 +66,7 @@ def load(
     return Model(Bundle.open(path), options, method)
 
 
-class Model:
+class Model(AbstractContextManager["Model"]):
     """A loaded bundle; it runs one generation at a time, a `Pool` runs several.
 
         model = jetdraft.load("bundle")
@@ -525,9 +525,6 @@ class Model:
             if (planner := self._planner) is not None:
                 planner.parts.claim.close()
             self._planner = None
-
-    def __enter__(self) -> Model:
-        return self
 
     def __exit__(self, *error: object) -> None:
         # An error in the block must not be hidden by the error of an open stream.
