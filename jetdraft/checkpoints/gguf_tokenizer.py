@@ -16,7 +16,7 @@ _SPACE = "▁"  # The space in a vocabulary of SentencePiece.
 # Rules whose words are not merged if they are tokens; BOS comes before a text.
 _WHOLE_WORDS = (
     *("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral"),
-    *("midm-2.0", "lfm2", "jina-v5-nano"),
+    *("midm-2.0", "lfm2", "jina-v5-nano", "tekken"),
 )
 # Rules that split digits one by one before GPT-2's split.
 _DIGIT_RULES = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone")
@@ -169,7 +169,7 @@ def special_tokens(field: Field) -> dict[str, str]:
 def _make_byte_level(source: str, ids: Mapping[str, int], field: Field) -> Tokenizer:
     rule = field("tokenizer.ggml.pre") or "default"
     merges = [tuple(m.split(" ")) for m in field("tokenizer.ggml.merges") or ()]
-    whole = rule in _WHOLE_WORDS or rule == "tekken"
+    whole = rule in _WHOLE_WORDS
     tokenizer = Tokenizer(models.BPE(dict(ids), merges, ignore_merges=whole))
     splits = _pre_tokenizers(rule)
     if not splits:
@@ -234,8 +234,7 @@ def _add_bos_and_eos(tokenizer: Tokenizer, tokens: Sequence[str], field: Field) 
     """Let the tokenizer put BOS and EOS around a text, as the file or its rule says."""
     rule, begins = field("tokenizer.ggml.pre"), field("tokenizer.ggml.add_bos_token")
     if begins is None:
-        by_rule = rule in _WHOLE_WORDS or rule == "tekken"
-        begins = by_rule or field("tokenizer.ggml.model") == "llama"
+        begins = rule in _WHOLE_WORDS or field("tokenizer.ggml.model") == "llama"
     wanted = {"bos": begins, "eos": field("tokenizer.ggml.add_eos_token")}
     ids = [_id_of(field, name) if wanted[name] else None for name in wanted]
     first, last = ([] if id is None else [(tokens[id], id)] for id in ids)
