@@ -400,9 +400,8 @@ class LoadedBundle:
 
     def _choose_providers(self) -> tuple[Provider, Provider | None, str]:
         bundle, own = self.bundle, self.options.get("provider")
-        target = self._choose_provider(
-            bundle.target, bundle.provider if own is None else own
-        )
+        name = bundle.provider if own is None else own
+        target = self._choose_provider(bundle.target, name)
         own_streams = self.options.get("streams") is not None
         if own_streams and target.name == "tensorrt":
             fact = "TensorRT builds weights into its engines and cannot swap streams"

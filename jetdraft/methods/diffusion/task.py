@@ -66,8 +66,6 @@ class DiffusionTask(BlockTask):
         return drafter
 
     def contents(self, run: Run, weights: Tensors, figures: Any) -> Contents:
-        own = {"model_type": MODEL_TYPE, "block_size": self.config.slots}
-        half = self.settings.half
-        return layer_contents(
-            self.config, weights, half, **own, tie_word_embeddings=True
-        )
+        config, half = self.config, self.settings.half
+        own = {"model_type": MODEL_TYPE, "block_size": config.slots}
+        return layer_contents(config, weights, half, **own, tie_word_embeddings=True)

@@ -30,10 +30,8 @@ class StreamOptions(TreeOptions):
             yield f"{fact}; give 0 (keep all) to 1, 2 (drop all) or auto"
         is_exact = self.verifier == WALK or self.checker.lossy
         if threshold is not None and not is_exact:
-            fact = (
-                f"verifier {self.verifier!r} is not exact for a draft that was pruned"
-            )
-            yield f"{fact}; leave the prune threshold out"
+            fact = f"verifier {self.verifier!r} is not exact for a draft that was "
+            yield f"{fact}pruned; leave the prune threshold out"
 
     @property
     def draft_size(self) -> int | None:

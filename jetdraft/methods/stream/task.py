@@ -44,11 +44,9 @@ class StreamTask(ProbeTask):
         """Raise `CheckpointError` if the target has streams, or cannot be tuned."""
         super().check_target(target)
         if target.packed is not None and self.settings.mode == SHARED:
-            fact = (
-                f"{target.source} is quantized already, so its weights cannot be tuned"
-            )
+            fact = f"{target.source} is quantized already, so its weights cannot be "
             fix = "give mode lossless, or the checkpoint before quantization"
-            raise CheckpointError(f"{fact}; {fix}")
+            raise CheckpointError(f"{fact}tuned; {fix}")
 
     def check(self, run: Run) -> None:
         self.settings = replace(self.settings, base=run.base)
@@ -99,10 +97,8 @@ class StreamTask(ProbeTask):
 
     def headline(self, run: Run) -> str:
         counts = self.counts(run)
-        trained = (
-            f"{counts['streams']} weights of the streams and {counts['lora']} of LoRA"
-        )
-        return f"training {trained} on {run.reading_line}"
+        own = f"{counts['streams']} weights of the streams and {counts['lora']} of LoRA"
+        return f"training {own} on {run.reading_line}"
 
     def counts(self, run: Run) -> dict[str, int]:
         own = sum(p.numel() for p in run.module.streams.parameters())

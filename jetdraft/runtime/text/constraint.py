@@ -178,9 +178,8 @@ class Matcher:
         if reply:
             unknown = "Unimplemented keys" in reply["error"]
             fix = "leave these keys out" if unknown else "fix it"
-            raise OptionError(
-                f"the {kind} is refused at {reply['error']}; {fix}", field
-            )
+            fact = f"the {kind} is refused at {reply['error']}"
+            raise OptionError(f"{fact}; {fix}", field)
         self._pipe = pipe
         return pipe
 
