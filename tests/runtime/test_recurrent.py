@@ -28,7 +28,7 @@ from tests.runtime.method_bundles import tokens_of
 from tests.runtime.test_generation import PROMPT as SCRIPTED
 from tests.runtime.test_generation import SPOILS, Scripted
 from tests.tiny import HYBRIDS, SHARING, exported, save_checkpoint
-from tests.train.periodic import teach
+from tests.train.periodic import descend, teach
 from tools.forecast.kernel_table import TABLES, KernelTable
 
 PROMPT, H = conformance.PROMPT, layouts.H
@@ -211,9 +211,7 @@ def teach_assistant(head, model, ids, steps=120, drafted=3):
             state, logits = head.post_projection(out), head.lm_head(out)[0]
             wanted = ids[0, roots + ahead + 1]
             losses.append(torch.nn.functional.cross_entropy(logits, wanted))
-        optimizer.zero_grad()
-        sum(losses).backward()
-        optimizer.step()
+        descend(optimizer, sum(losses))
 
 
 @pytest.fixture(scope="module", params=["gemma4", "gemma4, values of keys"])

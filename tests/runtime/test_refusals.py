@@ -9,6 +9,7 @@ import jetdraft
 from jetdraft.errors import OptionError
 from tests import same_text
 from tests.tiny import drafter_config, exported, llama_config, save_tokenizer, tokenizer
+from tests.train.periodic import descend
 
 REFUSAL, ANSWER = " no no no no", " def import def"
 BAD = ("worm:", "virus:", "steal:")
@@ -39,9 +40,7 @@ def trained(config, refuses: float, folder, seed: int):
     for _ in range(80):
         logits = model(input_ids=ids).logits[:, :-1].flatten(0, 1)
         losses = cross_entropy(logits, ids[:, 1:].flatten(), reduction="none")
-        adam.zero_grad()
-        (losses * weights[:, 1:].flatten()).mean().backward()
-        adam.step()
+        descend(adam, (losses * weights[:, 1:].flatten()).mean())
     model.save_pretrained(folder)
     save_tokenizer(folder)
     return str(folder)

@@ -46,10 +46,13 @@ def learned_target(folder: Path, layers: int) -> str:
 def teach(model: Any, ids: torch.Tensor, steps: int) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for _ in range(steps):
-        loss = model(input_ids=ids, labels=ids).loss
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+        descend(optimizer, model(input_ids=ids, labels=ids).loss)
+
+
+def descend(optimizer: torch.optim.Optimizer, loss: torch.Tensor) -> None:
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
 
 
 def tuned(target: str, text: Path, folder: Path) -> str:

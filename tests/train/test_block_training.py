@@ -21,7 +21,7 @@ from jetdraft.train.data import IGNORED, Batch
 from jetdraft.train.teacher import Lesson
 from tests import same_text
 from tests.tiny import VOCAB_SIZE, WORDS, exported, llama_config, save_checkpoint
-from tests.train.periodic import QUICK, made
+from tests.train.periodic import QUICK, descend, made
 
 SETTINGS = {
     "dflash": DFlashSettings(layers=1, block_rows=4, anchors=6),
@@ -199,10 +199,7 @@ def world(tmp_path_factory):
     for _ in range(250):
         starts = torch.randint(len(ids) - 120, (3,), generator=generator).tolist()
         batch = torch.stack([ids[start : start + 120] for start in starts])
-        loss = model(input_ids=batch, labels=batch).loss
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+        descend(optimizer, model(input_ids=batch, labels=batch).loss)
     model.save_pretrained(folder / "tuned")
     words.save_pretrained(folder / "tuned")
     return folder, str(folder / "tuned"), text

@@ -27,7 +27,7 @@ from jetdraft.train.task import TrainingOptions
 from tests import same_text
 from tests.sources import CONFIGS, T5, save, save_drafter
 from tests.tiny import WORDS, exported, llama_config, save_checkpoint
-from tests.train.periodic import made
+from tests.train.periodic import descend, made
 from tests.whispers import save as save_whisper
 
 SLOTS = 5
@@ -69,9 +69,7 @@ def world(tmp_path_factory):
         loss = torch.nn.functional.cross_entropy(
             logits.flatten(0, 1), batch.labels[:, 1:].flatten(), ignore_index=IGNORED
         )
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+        descend(optimizer, loss)
     assert loss < 0.05
     target = folder / "target"
     model.save_pretrained(target)

@@ -18,7 +18,7 @@ from tests.checkpoints.heads import layouts
 from tests.checkpoints.heads.conftest import watched
 from tests.checkpoints.heads.layouts import LAYERS, VD, H, write
 from tests.tiny import VOCAB_SIZE, llama_config, save_checkpoint
-from tests.train.periodic import teach
+from tests.train.periodic import descend, teach
 
 SYMBOLS, ORDER = 5, 3
 TAPS = [0, 1, 2]
@@ -107,9 +107,7 @@ def learn(head: Eagle, taught, part: str = "", steps: int = 100) -> None:
     optimizer = torch.optim.AdamW(weights, lr=3e-3)
     for _ in range(steps):
         sums = pupil(lesson)
-        optimizer.zero_grad()
-        task.total(sums, sums.places).backward()
-        optimizer.step()
+        descend(optimizer, task.total(sums, sums.places))
     head.requires_grad_(False).eval()
 
 

@@ -28,7 +28,7 @@ from tests.export.test_adapters import save_adapter
 from tests.programs import python
 from tests.tiny import drafter_config, exported, llama_config, save_checkpoint
 from tests.toy_drafter import save_drafter
-from tests.train.periodic import PERIOD, made, write_periodic
+from tests.train.periodic import PERIOD, descend, made, write_periodic
 
 TEXT = torch.arange(1, 65)
 QUICK = TrainingOptions(steps=12, batch_size=2, sequence_length=48, validate_every=12)
@@ -397,9 +397,8 @@ def learn_first_topic(source, texts):
     for _ in range(30):
         batch = rows[torch.randint(len(rows), (8,))]
         logits = model(input_ids=batch[:, :-1], use_cache=False).logits
-        optimizer.zero_grad()
-        F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten()).backward()
-        optimizer.step()
+        loss = F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+        descend(optimizer, loss)
     return {name: weight.detach().clone() for name, weight in matrices.items()}
 
 
