@@ -1,5 +1,6 @@
 """A text that repeats, and targets that know it: cheap to learn, easy to draft."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,9 @@ from jetdraft.train.training import Training
 from tests.tiny import llama_config, save_checkpoint
 
 QUICK = TrainingOptions(steps=4, batch_size=2, sequence_length=32, validate_every=2)
+LONGER = replace(
+    QUICK, steps=100, sequence_length=48, learning_rate=1e-2, validate_every=100
+)
 PERIOD = "for self in range print return "
 
 

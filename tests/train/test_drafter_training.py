@@ -24,13 +24,10 @@ from tests import cases, tiny
 from tests.programs import assert_refused, succeed
 from tests.programs import jetdraft as run_jetdraft
 from tests.tiny import SIZES, VOCAB_SIZE, llama_config, save_checkpoint, save_probes
-from tests.train.periodic import QUICK, interrupt, made
+from tests.train.periodic import LONGER, QUICK, interrupt, made
 
 LAYERS = 4
 SMALL = ModelSettings(layers=1, hidden_size=32)
-LONGER = replace(
-    QUICK, steps=100, sequence_length=48, learning_rate=1e-2, validate_every=100
-)
 HEAD = EagleSettings(draft_vocabulary=40, unrolled=3)
 STREAMS = StreamSettings(gamma=3, layers=2, lora_rank=8, prune_rank=2)
 
@@ -129,9 +126,8 @@ def test_a_drafter_goes_on_from_a_checkpoint(target, text, tmp_path, cut):
 
 def test_a_checkpoint_of_another_tokenizer_is_refused(target, text, tmp_path):
     other = save_checkpoint(tmp_path / "other", llama_config(), tokenizer=False)
-    tiny.save_tokenizer(
-        other, words=("hello", "world", "nothing", "the", "same", "abcdefgh")
-    )
+    words = ("hello", "world", "nothing", "the", "same", "abcdefgh")
+    tiny.save_tokenizer(other, words=words)
     with pytest.raises(errors.PairError, match="another tokenizer"):
         prepared(target, tmp_path / "o", text, ModelSettings(start=str(other)))
 
@@ -183,9 +179,8 @@ def test_labels_from_the_disk_teach_the_same(
 def test_labels_from_the_disk_and_exact_labels_do_not_go_on_from_each_other(
     target, text, tmp_path
 ):
-    first_figures(
-        target, tmp_path / "out", text, replace(SMALL, cache=tmp_path / "labels")
-    )
+    stored = replace(SMALL, cache=tmp_path / "labels")
+    first_figures(target, tmp_path / "out", text, stored)
     with pytest.raises(errors.OutputError, match=r"other settings \(cache\)"):
         train(target, tmp_path / "out", text)
     (tmp_path / "labels").rename(tmp_path / "moved")
@@ -223,10 +218,8 @@ def test_the_advised_size_is_the_largest_that_is_cheap(tmp_path):
     whole, widths = config.to_dict(), []
     for draft_vocab in (None, 256):
         advised = advised_config(base, None, None, draft_vocab)
-        assert (
-            cost_share(advised.to_dict(), whole, draft_vocab)
-            <= draft_task.MAX_READ_SHARE
-        )
+        share = cost_share(advised.to_dict(), whole, draft_vocab)
+        assert share <= draft_task.MAX_READ_SHARE
         sizes = advised.num_hidden_layers, advised.hidden_size + 64
         wider = draft_task.new_config(base, *sizes).to_dict()
         assert cost_share(wider, whole, draft_vocab) > draft_task.MAX_READ_SHARE

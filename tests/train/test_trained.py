@@ -29,12 +29,9 @@ from jetdraft.train.task import Task, TrainingOptions
 from jetdraft.train.training import Training
 from tests import same_text
 from tests.tiny import exported, refused
-from tests.train.periodic import PERIOD, QUICK, made
+from tests.train.periodic import LONGER, PERIOD, made
 
 LAYERS = 4
-LONGER = replace(
-    QUICK, steps=100, sequence_length=48, learning_rate=1e-2, validate_every=100
-)
 ALONE = replace(LONGER, batch_size=1, sequence_length=64)
 FLOATS = {"capacity": 128, "max_width": 32}
 CHAIN, BEST = {"num_draft_tokens": 3}, {"drafting": {"tree": "best"}}
