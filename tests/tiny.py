@@ -233,8 +233,7 @@ def tokenizer(
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
     made.add_special_tokens([END_OF_TEXT])
-    for token in added:
-        (made.add_special_tokens if token.special else made.add_tokens)([token])
+    made.add_tokens([*added])
     return made
 
 

@@ -50,8 +50,7 @@ def sentencepiece(added):
         [decoders.Replace(LOW, " "), decoders.ByteFallback(), decoders.Fuse()]
     )
     made.add_special_tokens([END_OF_TEXT])
-    for token in added:
-        (made.add_special_tokens if token.special else made.add_tokens)([token])
+    made.add_tokens([*added])
     return made
 
 
