@@ -180,7 +180,9 @@ def test_rows_of_llama_are_turned_back(tmp_path):
     np.testing.assert_array_equal(packed.blocks[Q].packed, expected.packed)
 
 
-def copied(noise):
+def tied_with_a_head(file, noise):
+    """A tied model whose file has a head too: its embedding, and noise."""
+
     def change(writer):
         [embedding] = [t for part in writer.tensors for t in part.items()][:1]
         stored = quants.dequantize(embedding[1].tensor, Type.Q4_0)
@@ -188,13 +190,12 @@ def copied(noise):
         head = quants.quantize((stored + noise * spread).astype("f4"), Type.Q8_0)
         writer.add_tensor("output.weight", head, raw_dtype=Type.Q8_0)
 
-    return change
+    write_gguf(file, SMALL, one(Type.Q4_0), change=change)
+    return Checkpoint.load(str(file), torch.float32)
 
 
 def test_two_copies_of_a_tied_matrix_become_the_finer_one(tmp_path):
-    file = tmp_path / "model.gguf"
-    write_gguf(file, SMALL, one(Type.Q4_0), change=copied(0.02))
-    found = Checkpoint.load(str(file), torch.float32)
+    found = tied_with_a_head(tmp_path / "model.gguf", 0.02)
     assert found.model.config.tie_word_embeddings
     assert found.packed.forms[found.lm_head_name] == "Q8_0 exact"
     embedding = found.model.get_input_embeddings().weight
@@ -204,9 +205,7 @@ def test_two_copies_of_a_tied_matrix_become_the_finer_one(tmp_path):
 
 
 def test_a_head_of_its_own_stays_one(tmp_path):
-    file = tmp_path / "model.gguf"
-    write_gguf(file, SMALL, one(Type.Q4_0), change=copied(0.5))
-    found = Checkpoint.load(str(file), torch.float32)
+    found = tied_with_a_head(tmp_path / "model.gguf", 0.5)
     assert not found.model.config.tie_word_embeddings
     assert found.packed.forms["lm_head.weight"] == "Q8_0 exact"
     assert found.packed.forms["model.embed_tokens.weight"] == "Q4_0 exact"
@@ -230,12 +229,9 @@ def test_the_export_says_what_was_kept(tmp_path, kernel, form, rest):
     file, bundle = tmp_path / "model.gguf", tmp_path / "bundle"
     write_gguf(file, CASES["llama mixed"][1], mixed)
     result = succeed("export", file, "-o", bundle, *SMALL_BUFFERS, "--kernel", kernel)
-    assert (
-        f"target: 7 matrices kept (6 Q4_K {form}, 1 Q6_K exact), 1 requantized to "
-        f"{rest}\n" in result.stderr
-    )
-    shown = command("check", tmp_path / "bundle", "--no-run").stdout
-    assert f"7 matrices kept (6 Q4_K {form}, 1 Q6_K exact)" in shown
+    kept = f"7 matrices kept (6 Q4_K {form}, 1 Q6_K exact)"
+    assert f"target: {kept}, 1 requantized to {rest}\n" in result.stderr
+    assert kept in command("check", bundle, "--no-run").stdout
 
 
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 32.0}
@@ -248,9 +244,8 @@ def rotations(factors):
 
 
 def factors_of(config):
-    scaled, _ = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS["llama3"](
-        config, torch.device("cpu")
-    )
+    scale = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS["llama3"]
+    scaled, _ = scale(config, torch.device("cpu"))
     return (500000.0 ** -(np.arange(0, 64, 2) / 64) / scaled.numpy()).astype(np.float32)
 
 
