@@ -238,17 +238,12 @@ def test_medusa_as_vllm_names_it(target, states, tmp_path, biased):
     _, tensors = layouts.medusa(layers=2)
     if not biased:
         tensors |= {n: t * 0 for n, t in tensors.items() if n.endswith(".bias")}
-    kept = {
-        re.sub(
-            r"^(\d+)\.(\d)\.linear", r"medusa_heads.blocks.\1.layers.\2", name
-        ): tensor
-        for name, tensor in tensors.items()
-        if biased or not name.endswith(".bias")
-    }
-    kept = {
-        re.sub(r"^(\d+)\.2\.", r"medusa_heads.lm_heads.\1.", name): tensor
-        for name, tensor in kept.items()
-    }
+    kept = {}
+    for name, tensor in tensors.items():
+        if biased or not name.endswith(".bias"):
+            named = re.sub(r"^(\d+)\.(\d)\.linear", r"blocks.\1.layers.\2", name)
+            named = re.sub(r"^(\d+)\.2\.", r"lm_heads.\1.", named)
+            kept[f"medusa_heads.{named}"] = tensor
     config = {"architectures": ["MedusaModel"], "model_type": "medusa", "num_heads": 3}
     config |= {"num_hidden_layers": 2, "hidden_size": layouts.H}
     config |= dict.fromkeys(("vocab_size", "truncated_vocab_size"), VOCAB_SIZE)
@@ -307,9 +302,8 @@ def test_dflash(target, states, tmp_path, case, known):
     context = reference.dflash_context(weights, taps)
     rows = target_embedding(target)[tokens]
     wanted = reference.dflash(weights, context, rows, **numerics)
-    wanted = F.linear(
-        wanted[not chained :], weights.get("lm_head.weight", target_head(target))
-    )
+    lm_head = weights.get("lm_head.weight", target_head(target))
+    wanted = F.linear(wanted[not chained :], lm_head)
     if chained:
         wanted = reference.markov(weights, wanted, [ANCHOR, *known], drafter.ids)
     torch.testing.assert_close(filled(drafter, states, known), wanted, **CLOSE)
