@@ -121,9 +121,8 @@ def test_it_is_the_same_each_time_and_small(tmp_path):
     one, other = toy_bundle(tmp_path / "new" / "one"), toy_bundle()
     assert one == tmp_path / "new" / "one"
     assert contents(one) == contents(other)
-    assert sorted(contents(one)) == sorted(
-        [*jetdraft.Bundle.open(one).files, "bundle.json"]
-    )
+    names = sorted(contents(one))
+    assert names == sorted([*jetdraft.Bundle.open(one).files, "bundle.json"])
     assert testing.TOY_ZIP.stat().st_size < 400_000
 
 
@@ -171,10 +170,9 @@ print(folder)
 
 @pytest.mark.parametrize("options", [{}, SAMPLED])
 def test_the_drafter_is_mostly_right(toy_model, options):
-    options = {**options, "max_new_tokens": 48, "ignore_eos": True}
-    found = toy_model.generate(
-        "The robot sees", method="draft", num_draft_tokens=4, **options
-    )
+    drafted = {"method": "draft", "num_draft_tokens": 4, **options}
+    how = {**drafted, "max_new_tokens": 48, "ignore_eos": True}
+    found = toy_model.generate("The robot sees", **how)
     assert found.stats.acceptance_rate > 0.5
     assert found.stats.tokens_per_pass > 2
 
@@ -198,9 +196,8 @@ def test_turns_add_up(toy_model):
 
 def test_offered_a_tool_it_calls_it(toy_model):
     prompt = toy_model.chat_prompt(SPEED, tools=[TOOL])
-    assert toy_model.parts.text.decode(prompt).startswith(
-        '<|system|>Tools: [{"type": "function"'
-    )
+    text = toy_model.parts.text.decode(prompt)
+    assert text.startswith('<|system|>Tools: [{"type": "function"')
     call = '{"name": "read_sensor", "arguments": {"sensor": "speed"}}'
     answer = toy_model.generate(token_ids=prompt, max_new_tokens=64).text
     assert answer == f"<tool_call>{call}</tool_call>"

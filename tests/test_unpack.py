@@ -83,11 +83,8 @@ def graph(weights, prefix):
             add(f"onnx::MatMul_{number}", values.T, np.int8)
             place = "/" + (prefix + name).removesuffix(".weight").replace(".", "/")
             inputs = ["x", f"onnx::MatMul_{number}_quantized"]
-            nodes.append(
-                helper.make_node(
-                    "MatMulInteger", inputs, [f"y{number}"], f"{place}/MatMul_quant"
-                )
-            )
+            outputs, called = [f"y{number}"], f"{place}/MatMul_quant"
+            nodes.append(helper.make_node("MatMulInteger", inputs, outputs, called))
     body = helper.make_graph(nodes, "t5", [], [], tensors)
     return helper.make_model(body).SerializeToString()
 
@@ -200,15 +197,13 @@ def whisper(tmp_path, monkeypatch):
 
 
 def test_a_ggml_whisper_becomes_a_folder(whisper, tmp_path):
-    file, model, module = whisper
-    module.unpack(file, None, tmp_path / "folder")
-    read = transformers.WhisperForConditionalGeneration.from_pretrained(
-        tmp_path / "folder"
-    )
+    (file, model, module), folder = whisper, tmp_path / "folder"
+    module.unpack(file, None, folder)
+    read = transformers.WhisperForConditionalGeneration.from_pretrained(folder)
     for name, tensor in model.state_dict().items():
         np.testing.assert_allclose(tensor, read.state_dict()[name], atol=1e-3)
     assert read.generation_config.no_timestamps_token_id == 50_362
-    reader = transformers.AutoTokenizer.from_pretrained(tmp_path / "folder")
+    reader = transformers.AutoTokenizer.from_pretrained(folder)
     assert reader.convert_tokens_to_ids("<|0.00|>") == 50_363
     assert reader.decode(reader.encode("grün", add_special_tokens=False)) == "grün"
 

@@ -160,9 +160,8 @@ def _model(contract: StepContract, logits: np.ndarray) -> onnx.ModelProto:
         rows = _rows(nodes, position, "input_ids", table)
         answered = nodes.make("Gather", rows, "answer_rows", axis=1, to="logits")
     places = "places" if is_cut else "candidates"
-    nodes.nodes.append(
-        helper.make_node("TopK", [answered, "k"], ["candidate_logits", places])
-    )
+    outputs = ["candidate_logits", places]
+    nodes.nodes.append(helper.make_node("TopK", [answered, "k"], outputs))
     nodes.constants["k"] = np.array([contract.candidates])
     if is_cut:
         nodes.make("Gather", IDS, places, to="candidates")
@@ -301,7 +300,6 @@ def _resize(file: Path, old: StepContract, new: StepContract) -> None:
             after = [new.draft_slots]
             if constant.name == SLOTS:
                 after = before.ravel()[: new.slots]
-            constant.CopyFrom(
-                numpy_helper.from_array(np.array(after, before.dtype), constant.name)
-            )
+            array = np.array(after, before.dtype)
+            constant.CopyFrom(numpy_helper.from_array(array, constant.name))
     onnx.save(graph, file)

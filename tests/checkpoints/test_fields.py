@@ -321,9 +321,8 @@ def test_every_key_of_llama_cpp_has_a_row():
     assert len(found) > 200
     for key in found:
         own = key.removeprefix("{arch}.")
-        assert module.find_rule(own, file if own == key else model), (
-            f"name {key} in gguf_fields"
-        )
+        rules = file if own == key else model
+        assert module.find_rule(own, rules), f"name {key} in gguf_fields"
 
 
 def header(path, fields=(), family="llama"):

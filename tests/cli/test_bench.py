@@ -37,9 +37,8 @@ def bench(bundle, tmp_path_factory):
     prompts.write_text("\n\n".join(map(json.dumps, lines)) + "\n")
     flags = ("--prompts", prompts, "--lengths=1,3", "--output", folder / "out")
     result = succeed("bench", bundle, *flags, *QUICK)
-    return SimpleNamespace(
-        result=result, report=json.loads((folder / "out").read_text())
-    )
+    report = json.loads((folder / "out").read_text())
+    return SimpleNamespace(result=result, report=report)
 
 
 def test_every_method_and_length_has_a_row_and_plain_decoding_two(bench):

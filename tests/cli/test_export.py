@@ -106,10 +106,8 @@ def test_fast_measures_nothing(pair, output, monkeypatch, device):
 
 
 def mamba(folder: Path) -> Path:
-    config = transformers.MambaConfig(
-        vocab_size=VOCAB_SIZE, hidden_size=32, num_hidden_layers=1
-    )
-    return save_checkpoint(folder, config)
+    sizes = {"vocab_size": VOCAB_SIZE, "hidden_size": 32, "num_hidden_layers": 1}
+    return save_checkpoint(folder, transformers.MambaConfig(**sizes))
 
 
 @pytest.fixture(scope="module")

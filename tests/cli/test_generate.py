@@ -165,9 +165,8 @@ def test_options_reach_the_generation(bundle, model):
     flags += ["--ignore-eos", "--no-exact"]
     result = jetdraft("generate", bundle, *GIVEN, *flags, "--json", *SHORT)
     found = json.loads(result.stdout)
-    expected = model.generate(
-        PROMPT, max_new_tokens=24, ignore_eos=True, exact=False, **options
-    )
+    options |= {"ignore_eos": True, "exact": False}
+    expected = model.generate(PROMPT, max_new_tokens=24, **options)
     greedy = model.generate(PROMPT, max_new_tokens=24)
     assert found["token_ids"] == expected.token_ids != greedy.token_ids
     assert found["stats"]["exact"] is False

@@ -1,5 +1,4 @@
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -42,9 +41,8 @@ def test_from_a_text_to_drafts(target, text, tmp_path):
     trained = succeed(*command, "--steps", 3, *QUICK)
     assert "training 1152 weights of the streams" in trained.stderr
     assert "step 3: validation loss" in trained.stderr
-    exported = succeed(
-        "export", checkpoint, "-o", bundle, "--capacity", 128, "--max-width", 32
-    )
+    sizes = ("--capacity", 128, "--max-width", 32)
+    exported = succeed("export", checkpoint, "-o", bundle, *sizes)
     assert "stream" in exported.stderr
     shown = jetdraft("check", "--no-run", bundle).stdout
     assert all(w in shown for w in ("streams  ", " gamma 2,", " layers 2,", "lossless"))
@@ -61,9 +59,7 @@ def test_ctrl_c_saves_and_says_how_to_go_on(target, text, tmp_path):
     words = ("train", "stream", target, "--data", text, "-o", output, *QUICK)
     steps = ("--steps", "100000", "--validate-every", "5")
     command = [sys.executable, "-c", INTERRUPTIBLE, *map(str, words), *steps]
-    with subprocess.Popen(
-        command, stderr=subprocess.PIPE, text=True, env=os.environ
-    ) as process:
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         for line in process.stderr:
             if line.startswith("step 5"):
@@ -123,9 +119,8 @@ def test_trainers_are_listed_without_torch():
     assert listed.returncode == table.returncode == 0
     assert all(name in listed.stdout for name in ("stream", "acceptance", "trigram"))
     assert refused.returncode == 2
-    assert refused.stderr == (
-        "error: training needs torch; pip install 'jetdraft[cpu,train]'\n"
-    )
+    said = "error: training needs torch; pip install 'jetdraft[cpu,train]'\n"
+    assert refused.stderr == said
 
 
 def test_a_head_from_a_text(tmp_path, text):

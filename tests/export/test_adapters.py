@@ -132,9 +132,8 @@ def test_all_graphs_read_one_weights_file(made, tmp_path):
 
 
 def test_measurements_are_of_each_adapter(made, model):
-    assert {n: len(shares) for n, shares in made.bundle.adapters.items()} == (
-        dict.fromkeys(ADAPTERS, 4)
-    )
+    counts = {n: len(shares) for n, shares in made.bundle.adapters.items()}
+    assert counts == dict.fromkeys(ADAPTERS, 4)
     files = {model.adapted(n).parts.profiles.file.name for n in ADAPTERS}
     assert files == {f"cpu-1-adapter-{name}.json" for name in ADAPTERS}
 

@@ -285,9 +285,8 @@ def test_experts_of_mxfp4_are_kept_as_they_are(tmp_path):
     for name, exact in floats.items():
         matrix = found.packed.blocks[name].concatenated([found.packed.blocks[name]])
         assert matrix.grid == "Q5_0"
-        np.testing.assert_array_equal(
-            matrix.floats.T, exact.reshape(-1, exact.shape[2])
-        )
+        rows = exact.reshape(-1, exact.shape[2])
+        np.testing.assert_array_equal(matrix.floats.T, rows)
         stack = found.model.get_parameter(name)
         np.testing.assert_array_equal(stack.numpy(), exact.swapaxes(1, 2))
     write_mxfp4(tmp_path / "likely", 117, 121)

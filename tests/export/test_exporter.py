@@ -412,13 +412,11 @@ def model(config):
 def test_an_export_warns_of_rows_that_no_training_reached(tmp_path, monkeypatch):
     monkeypatch.setattr(graphs, "trace", None)  # it warns before it traces
     config = tiny.llama_config(num_hidden_layers=1, max_position_embeddings=48)
-    tiny.save_checkpoint(tmp_path / "checkpoint", config)
+    source = tiny.save_checkpoint(tmp_path / "checkpoint", config)
     options = ExportOptions(Recipe("none"), capacity=64, max_width=16)
     said = "LlamaForCausalLM was trained on texts of 48 tokens.* hold 64.*--capacity 48"
     with pytest.warns(UserWarning, match=said), pytest.raises(TypeError):
-        exporter.export(
-            str(tmp_path / "checkpoint"), tmp_path / "bundle", options=options
-        )
+        exporter.export(str(source), tmp_path / "bundle", options=options)
 
 
 def test_frequencies_of_each_kind_of_layer_count():

@@ -246,9 +246,8 @@ def test_each_head_of_hydra_reads_the_guesses_before_it(made):
     bundle, source, _, tensors = made("hydra")
     target, graph = graphs(bundle)
     changed, every = 0, np.arange(VOCAB_SIZE)
-    for row, (state, answer, _, wanted) in enumerate(
-        hydra_rows(target, graph, source, tensors, every)
-    ):
+    rows = hydra_rows(target, graph, source, tensors, every)
+    for row, (state, answer, _, wanted) in enumerate(rows):
         assert answer.logits.shape == (HEADS, VOCAB_SIZE)
         np.testing.assert_allclose(answer.logits, wanted, atol=2e-4)
         logits = answer.logits.copy()

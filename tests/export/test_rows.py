@@ -179,6 +179,4 @@ def test_recipes_with_a_cache():
 )
 def test_what_cannot_run_is_refused(tmp_path, more, reason):
     with pytest.raises(OptionError, match=reason):
-        ExportOptions(
-            **{"recipe": Recipe(kv="int8"), "calibration": tmp_path / "t", **more}
-        )
+        ExportOptions(Recipe(kv="int8"), calibration=tmp_path / "t", **more)

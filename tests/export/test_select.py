@@ -90,9 +90,8 @@ def test_a_pass_over_all_rows_has_the_bits_of_a_bundle_without_selections(
 def test_every_outcome_of_a_round_leaves_the_buffers_right(few, prompt, right):
     parts = few.parts
     graph, follower = filled(parts.target, prompt), parts.target.make_selecting()
-    text = few.generate(
-        token_ids=prompt, max_new_tokens=12, ignore_eos=True, method="none"
-    ).token_ids
+    how = {"max_new_tokens": 12, "ignore_eos": True, "method": "none"}
+    text = few.generate(token_ids=prompt, **how).token_ids
     filled(graph, prompt)
     for token in (prompt[-1], *text[:3]):  # as a draft writes its rows
         follower.run([token], last_only=True)

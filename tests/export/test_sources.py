@@ -108,9 +108,8 @@ def test_logits_of_a_tree_are_those_of_its_branches(family):
 def test_greedy_text_is_that_of_transformers(family):
     name, model, own = family
     result = model.generate(token_ids=SOURCE, method="none", max_new_tokens=24)
-    wanted = own.generate(
-        torch.tensor([SOURCE]), max_new_tokens=24, do_sample=False, num_beams=1
-    )[0].tolist()
+    greedy = {"max_new_tokens": 24, "do_sample": False, "num_beams": 1}
+    wanted = own.generate(torch.tensor([SOURCE]), **greedy)[0].tolist()
     assert wanted[0] == START[name]
     assert result.token_ids == wanted[1 : 1 + len(result.token_ids)]
     assert result.prompt_tokens == len(SOURCE)

@@ -144,9 +144,8 @@ def test_rows_of_a_tree_carry_streams_too(checkpoint, model):
     passes(model, [10], Probing())
     # Row 2 is a wrong sibling of row 1, row 3 follows row 1.
     tokens = [TOKENS[10], TOKENS[11], 7, TOKENS[12]]
-    answer = graph.run_branches(
-        tokens, [0, 1, 1, 2], [[], [0], [0], [0, 1]], probing=Probing(3)
-    )
+    depths, ancestors = [0, 1, 1, 2], [[], [0], [0], [0, 1]]
+    answer = graph.run_branches(tokens, depths, ancestors, probing=Probing(3))
     main, streams = whole_sequence(checkpoint)
     for row, place in ((0, 10), (1, 11), (3, 12)):
         np.testing.assert_allclose(answer.logits[row], main[place], atol=1e-4)
@@ -288,7 +287,5 @@ def test_halves_do_what_the_whole_graph_does(bundle):
         ("present_key.0", below["present_key.0"]),
         ("present_value.2", above["present_value.1"]),
     ):
-        used = slice(0, CURSOR + ROWS)
-        np.testing.assert_allclose(
-            values[:, :, used], wanted[name][:, :, used], atol=1e-5
-        )
+        used = np.s_[:, :, : CURSOR + ROWS]
+        np.testing.assert_allclose(values[used], wanted[name][used], atol=1e-5)

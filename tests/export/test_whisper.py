@@ -38,10 +38,9 @@ def test_logits_are_those_of_transformers(model, own):
     for hertz in (440.0, 200.0):
         heard = features(whispers.sound(1.0, hertz=hertz))
         target.source.encode(heard)
+        given = {"decoder_input_ids": torch.tensor([ids])}
         with torch.no_grad():
-            wanted = own(
-                torch.tensor(heard)[None], decoder_input_ids=torch.tensor([ids])
-            ).logits[0]
+            wanted = own(torch.tensor(heard)[None], **given).logits[0]
         check_logits(target, ids, wanted)
     model.forget()
 

@@ -87,10 +87,8 @@ def test_the_same_text_after_a_binding_was_dropped(toy_model):
         toy_model.forget()
         drafted = toy_model.generate(token_ids=ids[:length], **options)
         toy_model.forget()
-        assert (
-            drafted.token_ids
-            == toy_model.generate(token_ids=ids[:length], **plain).token_ids
-        )
+        expected = toy_model.generate(token_ids=ids[:length], **plain)
+        assert drafted.token_ids == expected.token_ids
 
 
 @pytest.mark.parametrize("arguments", [["check", "--no-run"], ["generate", "-p", "x"]])
@@ -431,9 +429,8 @@ def test_a_profile_that_cannot_be_used_is_measured_again(own_toy):
     [file] = (own_toy / "profiles").glob("cpu-1.json")
     good = json.loads(file.read_text())
     texts = {"nested": "[" * 100_000, "no seal": json.dumps({**good, SEAL: "x"})}
-    texts["another class"] = json.dumps(
-        {**good, "widths": {**good["widths"], "base": None}}
-    )
+    widths = {**good["widths"], "base": None}
+    texts["another class"] = json.dumps({**good, "widths": widths})
     for name, change in wrong_profiles(good).items():
         fields = {**good, **change}
         texts[name] = json.dumps({**fields, SEAL: seal_hash(fields)})

@@ -136,10 +136,9 @@ def test_the_end_of_the_buffers(model_of, method):
 def test_a_cancelled_generation(model_of, method):
     model = model_of(method)
     plain = text(model, "none").token_ids
+    how = {"method": method, "max_new_tokens": TOKENS, "ignore_eos": True}
     for stop in (1, 3):
-        stream = model.stream(
-            token_ids=PROMPT, method=method, max_new_tokens=TOKENS, ignore_eos=True
-        )
+        stream = model.stream(token_ids=PROMPT, **how)
         for number, _ in enumerate(stream, 1):
             if number == stop:
                 model.cancel()

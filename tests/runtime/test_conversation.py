@@ -105,9 +105,8 @@ def test_full_buffers_say_so_or_lose_the_oldest_turns(talker):
     long = "the self return " * 9
     for _ in range(2):
         list(talk.say(long))
-    with pytest.raises(
-        OptionError, match=r"--drop-oldest \(drop_oldest=True\), or export"
-    ):
+    said = r"--drop-oldest \(drop_oldest=True\), or export"
+    with pytest.raises(OptionError, match=said):
         talk.say(long * 6)
     kept = list(talk.messages)
     dropping = Conversation(talker, system="s", drop_oldest=True, **OPTIONS)

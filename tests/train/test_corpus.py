@@ -89,9 +89,8 @@ def test_lines_that_cannot_be_learned(tmp_path, row, message):
 
 def test_lines_of_a_wrong_length(tmp_path):
     rows = {"prompt": "for self"}, {"prompt": "x" * 200}
-    with pytest.raises(
-        DataError, match=r"1 of 2 lines .* the most in line 2; give --s"
-    ):
+    said = r"1 of 2 lines .* the most in line 2; give --s"
+    with pytest.raises(DataError, match=said):
         read(tmp_path, *rows, prompts_alone=True)
     with pytest.raises(DataError, match=r"line 1 of .* has 0 tokens"):
         read(tmp_path, {"prompt": ""}, prompts_alone=True)

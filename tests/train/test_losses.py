@@ -234,9 +234,8 @@ def test_the_mean_over_wrong_places():
     targets = {6: 2.0, 2: 1.0}, {8: 0.5, 9: 0.25}, {3: 1.0, 4: 0.0, 5: -1.0}
     terms = [expected(*pair) for pair in zip(logits, targets, strict=True)]
     wanted = torch.stack(terms).mean()
-    assert torch.allclose(
-        compare_missed(logits, LessonBatch.of([ONE, OTHER]), None).loss, wanted
-    )
+    loss = compare_missed(logits, LessonBatch.of([ONE, OTHER]), None).loss
+    assert torch.allclose(loss, wanted)
 
 
 def test_a_cut_vocabulary_is_compared_within_itself():

@@ -52,12 +52,11 @@ def world(tmp_path_factory):
     base = save(folder / "base", CONFIGS["t5"])
     model = AutoModelForSeq2SeqLM.from_pretrained(base)
     words = Tokenizer.from_file(str(base / "tokenizer.json"))
-    rows = [
-        Example.completed(
-            [*words.encode(s).ids, *words.encode(line).ids, 0], len(words.encode(s).ids)
-        )
-        for s, line in LINES.items()
-    ]
+    rows = []
+    for source, line in LINES.items():
+        prompt = words.encode(source).ids
+        ids = [*prompt, *words.encode(line).ids, 0]
+        rows.append(Example.completed(ids, len(prompt)))
     batch = SourceBatch.of(collate(rows), (3,))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for _ in range(250):
@@ -73,10 +72,8 @@ def world(tmp_path_factory):
     assert loss < 0.05
     target = folder / "target"
     model.save_pretrained(target)
-    (target / "tokenizer.json").write_text((base / "tokenizer.json").read_text())
-    (target / "tokenizer_config.json").write_text(
-        (base / "tokenizer_config.json").read_text()
-    )
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (target / name).write_text((base / name).read_text())
     return folder, str(target), data
 
 
@@ -181,9 +178,8 @@ def test_a_share_of_the_wrong_guesses_is_told(world, tmp_path):
     places = blocks.anchors[..., None] + 1 + torch.arange(SLOTS)
     whole = (places < batch.ids.shape[1]) & blocks.is_real[..., None]
     places = places.clamp(max=batch.ids.shape[1] - 1)
-    is_open = whole & (batch.labels.gather(1, places.flatten(1)) != IGNORED).view(
-        places.shape
-    )
+    labels = batch.labels.gather(1, places.flatten(1)).view(places.shape)
+    is_open = whole & (labels != IGNORED)
 
     def shown_of(share, learns=True):
         own = replace(lesson, glancing=share)
@@ -200,10 +196,8 @@ def test_a_share_of_the_wrong_guesses_is_told(world, tmp_path):
 
 
 def test_blocks_begin_at_the_start_of_a_text():
-    rows = collate(
-        [Example.completed([5, 6, 7, 8, 9], 2), Example.completed([5, 6], 1)]
-    )
-    batch = SourceBatch.of(rows, (3, 4))
+    rows = [Example.completed([5, 6, 7, 8, 9], 2), Example.completed([5, 6], 1)]
+    batch = SourceBatch.of(collate(rows), (3, 4))
     assert batch.source.tolist() == [[5, 6], [5, 0]]
     assert batch.filled.tolist() == [[True, True], [True, False]]
     assert batch.ids.tolist() == [[3, 4, 7, 8, 9], [3, 4, 6, 0, 0]]

@@ -353,11 +353,10 @@ def test_an_empty_completion_is_one_line(tmp_path):
     folder = save_checkpoint(tmp_path / "t", config)
     data = tmp_path / "data.jsonl"
     data.write_text('{"prompt": "for self in range", "completion": ""}')
+    said = r"line 1 of .* has an empty completion"
     for regenerate in (False, True):
         settings = EagleSettings(regenerate=regenerate)
-        with pytest.raises(
-            errors.DataError, match=r"line 1 of .* has an empty completion"
-        ):
+        with pytest.raises(errors.DataError, match=said):
             made(EagleTask, str(folder), tmp_path / "o", [data], settings, OPTIONS)
 
 

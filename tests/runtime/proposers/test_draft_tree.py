@@ -173,9 +173,8 @@ def test_what_was_drafted_comes_first_in_a_round(model, plain):
         assert 0 <= piece.from_draft <= len(piece.token_ids)
         drafted += piece.from_draft
     assert drafted >= stats.accepted_tokens - 7
-    for evaluated, accepted in zip(
-        stats.evaluated_by_position, stats.accepted_counts, strict=True
-    ):
+    counts = zip(stats.evaluated_by_position, stats.accepted_counts, strict=True)
+    for evaluated, accepted in counts:
         assert accepted <= evaluated
 
 
@@ -346,14 +345,10 @@ def test_what_is_watched_are_the_compared_tokens(model):
     hidden, accepted = record_verdicts(
         model, PROMPTS, max_new_tokens=40, temperature=0.0
     )
+    how = {"method": "draft", "num_draft_tokens": DRAFT_LENGTH, "max_new_tokens": 40}
     evaluated = right = 0
     for prompt in PROMPTS:
-        stats = model.generate(
-            token_ids=prompt,
-            method="draft",
-            num_draft_tokens=DRAFT_LENGTH,
-            max_new_tokens=40,
-        ).stats
+        stats = model.generate(token_ids=prompt, **how).stats
         # The last token of a draft is compared too, but not watched.
         evaluated += sum(stats.evaluated_by_position[: DRAFT_LENGTH - 1])
         right += sum(stats.accepted_counts[: DRAFT_LENGTH - 1])
@@ -382,9 +377,8 @@ def test_a_head_is_not_learned_by_heart():
 
 def test_a_learned_head_is_used(bundle, tmp_path):
     model = jetdraft.load(shutil.copytree(bundle, tmp_path / "own"), threads=1)
-    head, _ = fit_head(
-        *record_verdicts(model, PROMPTS, max_new_tokens=40, temperature=0.0), steps=20
-    )
+    verdicts = record_verdicts(model, PROMPTS, max_new_tokens=40, temperature=0.0)
+    head, _ = fit_head(*verdicts, steps=20)
     save_head(head, model.parts.profiles.acceptance_file, model.bundle.sha256)
     same_text(model, [{"method": "draft"} | LEARNED], [{}], token_ids=PROMPTS[0])
 

@@ -28,15 +28,13 @@ def floats(target, head, tmp_path_factory):
 def expected(module, features, kept, seen):
     ids = torch.tensor([[0, 0, *TEXT]]).unfold(1, ROW_TOKENS, 1)
     rows, logits = torch.arange(len(TEXT)), []
-    view = SeenRows(
-        *module.keys_values(features, rows[None]), known=(rows < seen)[None]
-    )
+    stored = module.keys_values(features, rows[None])
+    view = SeenRows(*stored, known=(rows < seen)[None])
     state = features[:, seen - 1 : seen]
     for place, row in enumerate(range(seen, len(TEXT))):
         at = torch.tensor([[row - 1]])
-        hidden, state = module(
-            ids[:, row : row + 1], state, at, view.attention_at(place)
-        )
+        token, attention = ids[:, row : row + 1], view.attention_at(place)
+        hidden, state = module(token, state, at, attention)
         logits.append(module.lm_head(hidden)[0, 0, kept].numpy())
     return np.sort(logits)[:, ::-1]
 

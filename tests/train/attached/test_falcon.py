@@ -63,9 +63,8 @@ def test_the_graph_drafts_what_the_module_computes_anew(floats):
     model.forget()
     parts, follower = model.parts, model.parts.draft_cache
     kept, states = parts.bundle.draft_vocabulary(), features[0].numpy()
-    np.testing.assert_allclose(
-        parts.target.run(TEXT[:16]).features, states[:16], atol=1e-4
-    )
+    found = parts.target.run(TEXT[:16]).features
+    np.testing.assert_allclose(found, states[:16], atol=1e-4)
     rows = READ, READ + 1, AGAIN, AGAIN + 1
     wanted = partial(expected, module, features, kept)
     check_drafts(follower, TEXT, states, rows, wanted, most=5)

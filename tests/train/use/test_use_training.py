@@ -338,9 +338,8 @@ def test_it_learns_and_the_text_stays(world):
             results = [model.generate(p, **drafted) for p in prompts]
             assert [result.token_ids for result in results] == plain
             shares = [r.stats.by_method["eagle"] for r in results]
-            return sum(s.accepted_tokens for s in shares) / sum(
-                s.evaluated_tokens for s in shares
-            )
+            accepted = sum(share.accepted_tokens for share in shares)
+            return accepted / sum(share.evaluated_tokens for share in shares)
 
         before = rate()
         options = UseOptions(steps=60, learning_rate=1e-2)
