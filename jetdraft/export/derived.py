@@ -185,10 +185,9 @@ def standardize(model: ir.Model, scatter_nd: bool) -> None:
 def _replace_attention(graph: ir.Graph, node: ir.Node, scatter_nd: bool) -> None:
     window = node.attributes.get_int("local_window_size", -1)
     if window > 0 or attentions.has_sinks(node):
-        raise UnsupportedModelError(
-            "a layer attends in a sliding window or with sinks, which the standard "
-            "flavour does not have; export the contrib one"
-        )
+        fact = "a layer attends in a sliding window or with sinks, which the standard "
+        fact += "flavour does not have"
+        raise UnsupportedModelError(f"{fact}; export the contrib one")
     make = Maker(graph, node)
     query, key, value, past_key, past_value, last_row = node.inputs[:6]
     heads = node.attributes.get_int("num_heads", 0)

@@ -44,10 +44,9 @@ def load_draft_head(
     recipe = options.recipe
     one_type = options.dtype_of(TARGET) == options.dtype_of(DRAFTER)
     if head.reads.target_kv and ((recipe is not None and recipe.kv) or not one_type):
-        raise OptionError(
-            f"{head.published} reads the target's buffers in floats of its own type; "
-            "leave kv out of the recipe, and give both one --dtype"
-        )
+        fact = f"{head.published} reads the target's buffers in floats of its own type"
+        fix = "leave kv out of the recipe, and give both one --dtype"
+        raise OptionError(f"{fact}; {fix}")
     # A head reads matrices of its target, in the target's recipe.
     options.check_kernel(options.recipe_of(TARGET), DRAFTER)
     return head
@@ -185,10 +184,8 @@ def check_swappable(bundle: Bundle) -> GraphEntry:
     """Return the drafter's entry; raise `OptionError` if its weights cannot change."""
     entry = bundle.drafter
     if entry is None or not entry.contract.learns or bundle.flavour != CONTRIB:
-        raise OptionError(
-            "only a drafter model, or a head of EAGLE or MTP, in a contrib bundle, "
-            "learns from use; export with one of them"
-        )
+        fact = "only a drafter model, or a head of EAGLE or MTP, in a contrib bundle, "
+        raise OptionError(f"{fact}learns from use; export with one of them")
     return entry
 
 

@@ -61,19 +61,17 @@ class ExportOptions:
         for name in (TARGET, DRAFTER):
             self._check_graph(name)
         if self.kernel == KERNELS[0] != self.kernel_of(TARGET):
-            raise OptionError(
-                "the kernel jetdraft runs on the CPU in fp32, in the contrib flavour; "
-                "leave it out, or choose --provider cpu and --dtype fp32"
-            )
+            fact = "the kernel jetdraft runs on the CPU in fp32, in the contrib flavour"
+            fix = "leave it out, or choose --provider cpu and --dtype fp32"
+            raise OptionError(f"{fact}; {fix}")
         if not 2 <= self.max_width <= self.capacity:
             fact = f"max width {self.max_width} is out of range"
             raise OptionError(f"{fact}; choose 2 to the capacity")
         least, most = MIN_SELECTED, self.capacity - 1
         if self.select_kv is not None and not least <= self.select_kv <= most:
-            raise OptionError(
-                f"a selection of {self.select_kv} KV rows must be a part of a context "
-                f"of {self.capacity} tokens; give --select-kv {least} to {most}"
-            )
+            fact = f"a selection of {self.select_kv} KV rows must be a part of a "
+            fact += f"context of {self.capacity} tokens"
+            raise OptionError(f"{fact}; give --select-kv {least} to {most}")
         if self.limit is not None:
             self.recipe_of(TARGET).raise_units(["0"])  # refuses if it has no more bits
         if self.calibration is not None and not self.calibration.is_file():
@@ -88,10 +86,9 @@ class ExportOptions:
         if self.effective_flavour != CONTRIB:
             recipe.check_standard()
         if recipe.kv and provider.name != "cpu":
-            raise OptionError(
-                f"{provider.name} has no fast kernel over integer KV buffers for "
-                "several rows; leave kv out, or choose --provider cpu"
-            )
+            fact = f"{provider.name} has no fast kernel over integer KV buffers for "
+            fact += "several rows"
+            raise OptionError(f"{fact}; leave kv out, or choose --provider cpu")
 
     def check_kernel(self, recipe: Recipe, name: str) -> None:
         """Raise `OptionError` if the graph of that name has no kernel for `recipe`."""

@@ -280,7 +280,6 @@ def fuse_products(model: ir.Model) -> None:
             node.resize_inputs(4)
             node.replace_input_with(3, bias)
             replace_values(add.outputs, node.outputs)
-            graph.remove(add, safe=True)
         gating = producer(node.inputs[0], "Mul")
         if gating is None or _single_reader(gating, MULTIPLY) is None:
             continue

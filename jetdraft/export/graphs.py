@@ -226,11 +226,9 @@ def _write_halves(job: Job, entry: GraphEntry, step: Step) -> GraphEntry:
 def _write_split(job: Job, entry: GraphEntry, step: Step) -> Halves:
     model = ir.load(job.folder / entry.file)
     if windowed(model.graph) or any(map(is_shared, attentions(model.graph))):
-        raise UnsupportedModelError(
-            f"{job.checkpoint.source} attends in sliding windows, or in layers that "
-            "share keys, and the halves of a target need plain attention; choose "
-            "another head"
-        )
+        fact = f"{job.checkpoint.source} attends in sliding windows, or in layers that "
+        fact += "share keys, and the halves of a target need plain attention"
+        raise UnsupportedModelError(f"{fact}; choose another head")
     hidden = next(value for value in model.graph.outputs if value.name == CUT)
     assert hidden.shape is not None
     names = "lower", "upper", "lower_compaction", "upper_compaction"

@@ -191,10 +191,8 @@ class Measures:
     def _find_mix(self, target: Checkpoint) -> Recipe:
         assert self.options.limit is not None
         if target.packed is not None:
-            raise OptionError(
-                f"{target.source} is quantized already, so its layers cannot get more "
-                "bits; leave the limit out"
-            )
+            fact = f"{target.source} is quantized already, so its layers cannot get "
+            raise OptionError(f"{fact}more bits; leave the limit out")
         divergence, recipe = self._divergence(TARGET), self.options.recipe_of(TARGET)
         find = choices.Sensitivity(divergence, recipe).find_mix
         tell = partial(self.report, "measure layers")

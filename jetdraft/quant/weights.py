@@ -163,10 +163,8 @@ class Quantization:
             if size == (rows, math.prod(count) * columns):  # a cut head differs
                 return rounded
         if recipe.needs_moments and name not in self.moments:
-            raise OptionError(
-                f"{recipe.algorithm} quantizes linear layers only, and {name} is in "
-                "another layer; choose rtn, k_quant or hqq"
-            )
+            fact = f"{recipe.algorithm} quantizes linear layers only, and {name} is in "
+            raise OptionError(f"{fact}another layer; choose rtn, k_quant or hqq")
         parts: list[Any] = []
         for matrix in _matrices(source.const_value, transposed, recipe.scheme in GRIDS):
             if not np.isfinite(matrix).all():
@@ -183,21 +181,18 @@ class Quantization:
         if isinstance(blocks, GridMatrix):
             return blocks
         if self.standard and (blocks.zeros is not None or blocks.bits not in _SIGNED):
-            raise OptionError(
-                f"the weight {names[0]} has zero points or {blocks.bits} bits, which "
-                "the standard flavour cannot hold; choose contrib"
-            )
+            fact = f"the weight {names[0]} has zero points or {blocks.bits} bits, "
+            fact += "which the standard flavour cannot hold"
+            raise OptionError(f"{fact}; choose contrib")
         return replace(blocks, scales=blocks.scales.astype(dtype))
 
 
 def check_stack(name: str, is_grid: bool, columns: int) -> None:
     """Raise `OptionError` for a form of experts that no operator multiplies."""
     if not is_grid or columns % COLUMNS:
-        raise OptionError(
-            f"{name} has experts of {columns} columns, and only llama.cpp's types hold "
-            f"experts, if their columns are a multiple of {COLUMNS}; choose q4_k, q8_0 "
-            "or none, on the CPU"
-        )
+        fact = f"{name} has experts of {columns} columns, and only llama.cpp's types "
+        fact += f"hold experts, if their columns are a multiple of {COLUMNS}"
+        raise OptionError(f"{fact}; choose q4_k, q8_0 or none, on the CPU")
 
 
 def _matrices(

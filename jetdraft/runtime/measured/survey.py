@@ -24,8 +24,7 @@ NEXT_WIDTHS = (1, 8, 6, 3)  # The widths that come after these, before all other
 MIN_ROWS, MAX_ROWS = 8, 36  # Rows that are compared at each place.
 # How long widths beyond `FIRST_WIDTHS` are compared before the first text, at most.
 FIRST_MS = 1500.0
-# How often each pass is timed: with probes, of the drafter, after kept rows, and so on.
-PROBE_TURNS, DRAFTER_TURNS, KEPT_TURNS, PASS_TURNS, EXPERT_TURNS = 5, 3, 5, 5, 3
+TURNS = 5  # How often a pass is timed; the shortest time counts.
 _FIRST_PLACE = 12  # The first row of the earliest place in empty buffers.
 _MIN_ROOM = 2 * MAX_ROWS  # Rows of room without which the committed rows are given up.
 _SMALLEST = float(np.finfo(np.float32).tiny)
@@ -193,8 +192,7 @@ class Survey:
         if self.drafter is None or not self.drafter.cache.room:
             return
         passes = self.drafter.passes
-        times = (_time_pass(self.drafter, [0]) for _ in range(DRAFTER_TURNS))
-        known, ms = self._curve.drafter, 1e3 * min(times)
+        known, ms = self._curve.drafter, _shortest_ms(self.drafter, [0])
         self._curve.drafter, self.drafter.passes = min(ms, known or ms), passes
 
     def _compare_next_width(self, known: Widths) -> Widths:
@@ -332,14 +330,13 @@ class Survey:
 
     def _measure_probe_ms(self) -> float:
         """The milliseconds that a probe adds to a pass over two rows, or 0."""
-        graph, streams, shortest = self.target, self.target.contract.streams, []
+        graph, streams = self.target, self.target.contract.streams
         if not streams:
             return 0.0
         graph.cache.place(self._starts[0])
-        for probing in (NO_PROBING, Probing(streams)):
-            times = (_time_pass(graph, [0, 0], probing) for _ in range(PROBE_TURNS))
-            shortest.append(min(times))
-        return 1e3 * max(shortest[1] - shortest[0], 0.0) / (2 * streams)
+        modes = NO_PROBING, Probing(streams)
+        bare, probed = (_shortest_ms(graph, [0, 0], probing) for probing in modes)
+        return max(probed - bare, 0.0) / (2 * streams)
 
     def _measure_expert_ms(self) -> float:
         """The milliseconds that an expert adds, by equal and by random rows; or 0."""
@@ -349,8 +346,8 @@ class Survey:
         tokens, measured = random_tokens(graph, decoding_widths(graph)[-1]), []
         for rows in (tokens[:1] * len(tokens), tokens):
             graph.cache.place(self._starts[0])
-            shortest = min(_time_pass(graph, rows) for _ in range(EXPERT_TURNS))
-            measured.append((graph.run(rows).touched, 1e3 * shortest))
+            shortest = _shortest_ms(graph, rows)
+            measured.append((graph.run(rows).touched, shortest))
         (few, few_ms), (many, many_ms) = measured
         return max(many_ms - few_ms, 0.0) / (many - few) if many > few else 0.0
 
@@ -362,19 +359,23 @@ class Survey:
         widest = decoding_widths(graph)[-1]
         for rows in (0, widest):
             times = []
-            for _ in range(KEPT_TURNS):
+            for _ in range(TURNS):
                 cache.place(self._starts[0])
                 graph.run([0] * widest)
                 cache.advance(rows)
                 times.append(_time_pass(graph, [0]))
-            shortest.append(min(times))
-        return 1e3 * max(shortest[1] - shortest[0], 0.0) / widest
+            shortest.append(1e3 * min(times))
+        return max(shortest[1] - shortest[0], 0.0) / widest
 
 
 def _time_pass(graph: Graph, tokens: Tokens, probing: Probing = NO_PROBING) -> float:
     before = graph.seconds
     graph.run(tokens, probing=probing)
     return graph.seconds - before
+
+
+def _shortest_ms(graph: Graph, tokens: Tokens, probing: Probing = NO_PROBING) -> float:
+    return 1e3 * min(_time_pass(graph, tokens, probing) for _ in range(TURNS))
 
 
 def probe_modes(contract: StepContract) -> list[PassMode]:
@@ -451,7 +452,7 @@ def pass_times(graph: Graph, widths: Sequence[int]) -> dict[int, float]:
         for width in widths:
             run_until_captured(graph, partial(graph.run, tokens[:width]))
         seconds: dict[int, list[float]] = {width: [] for width in widths}
-        for _ in range(PASS_TURNS):
+        for _ in range(TURNS):
             for width in widths:
                 seconds[width].append(_time_pass(graph, tokens[:width]))
     return {width: 1e3 * min(times) for width, times in seconds.items()}

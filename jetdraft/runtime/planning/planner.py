@@ -337,11 +337,9 @@ class Planner:
             size = sized.draft_size or MAX_DRAFT_TOKENS
             widest = self.widths(drafting)[-1]
             if sized.size_is_fixed and size > widest - 1:
-                raise DraftingError(
-                    f"the tree has {size} rows, a pass of this bundle holds "
-                    f"{widest - 1} beside the root; give a smaller tree or export with "
-                    "more --max-width"
-                )
+                fact = f"the tree has {size} rows, a pass of this bundle holds "
+                fact += f"{widest - 1} beside the root; give a smaller tree"
+                raise DraftingError(f"{fact} or export with more --max-width")
             return FixedController(chosen[0], count or size)
         if len(drafting.names) == 1 and drafting.names != (AUTO,) and count is not None:
             return FixedController(chosen[0], count)
