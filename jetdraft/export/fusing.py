@@ -1,4 +1,4 @@
-"""Optional rewrites of a traced step graph: rotations, projections and norms."""
+"""Optional rewrites of a step graph: rotations, projections, norms and products."""
 
 import math
 from collections.abc import Mapping
@@ -274,8 +274,7 @@ def fuse_products(model: ir.Model) -> None:
     """Let products of `jetdraft.native` add biases, and gate what they read."""
     graph = model.graph
     for node in [node for node in graph if node.op_type == MULTIPLY]:
-        found = _find_bias_add(node, node.attributes.get_int("N", 0))
-        if found is not None:
+        if found := _find_bias_add(node, node.attributes.get_int("N", 0)):
             add, bias = found
             node.resize_inputs(4)
             node.replace_input_with(3, bias)
@@ -286,7 +285,8 @@ def fuse_products(model: ir.Model) -> None:
         for share, passed in (gating.inputs, gating.inputs[::-1]):
             gate, linear, cubic = _find_gate(share)
             split = producer(gate, "Split")
-            if split is not None and list(split.outputs) == [gate, passed]:
+            axis = split.attributes.get_int("axis", 0) if split else 0
+            if split and axis in (-1, 2) and list(split.outputs) == [gate, passed]:
                 node.op_type = GATED
                 node.replace_input_with(0, split.inputs[0])
                 for name, factor in (("linear", linear), ("cubic", cubic)):

@@ -18,7 +18,7 @@
 //       state_rows int64 [2], bias [c] or none) -> float [1, n, c], state
 //
 // Attributes of all but attention: layout (LAYOUT_VERSION); of the first four: N, K, format
-// (a row of FORMATS).
+// (a row of FORMATS); of MatMulGated also linear and cubic.
 //
 // The library needs no C++ runtime: neither exceptions nor containers.
 #include <algorithm>
@@ -40,7 +40,8 @@ namespace {
 
 constexpr int64_t PARTS = 16;             // of a product, for the session's threads
 constexpr int64_t SMALL_BYTES = 1 << 15;  // of a matrix that one thread multiplies
-constexpr int64_t FEW_ROWS = 4;           // Fewer are quantized by one thread.
+constexpr int64_t FEW_ROWS = 4;           // Fewer without gates are for one thread.
+constexpr int64_t ROW_PARTS = 4;          // of a row with gates beside few others
 
 // The best that runs here, or the one that JETDRAFT_ISA names; null if it cannot run.
 const Isa* choose_isa() {
@@ -104,13 +105,15 @@ OrtStatus* create(const OrtCustomOp*, const OrtApi*, const OrtKernelInfo* info,
                               std::pair{"format", &k.format}, std::pair{"layout", &layout}})
     TRY(ort::call(ort::KERNEL_INFO_GET_ATTRIBUTE_INT64, info, name, number));
   TRY(check_layout(layout));
-  for (auto [name, number] : {std::pair{"linear", &k.linear}, std::pair{"cubic", &k.cubic}})
-    if (IS_GATED) TRY(ort::call(ort::KERNEL_INFO_GET_ATTRIBUTE_FLOAT, info, name, number));
+  if constexpr (IS_GATED)
+    for (auto [name, factor] :
+         {std::pair{"linear", &k.linear}, std::pair{"cubic", &k.cubic}})
+      TRY(ort::call(ort::KERNEL_INFO_GET_ATTRIBUTE_FLOAT, info, name, factor));
   if (k.format < 0 || k.format >= FORMAT_COUNT) return failed("unknown format of a matrix");
   if (k.columns < 1 || k.numbers < 1 || k.columns >= MAX_SIZE || k.numbers >= MAX_SIZE)
     return failed("a matrix has a size out of range");
   k.padded = round_up(k.numbers, has_supers(FORMATS[k.format].scales) ? SUPER : BLOCK);
-  // Here a session with wrong constants is refused; each pass checks all arrays again.
+  // Here a session with a wrong matrix is refused; each pass checks all inputs again.
   for (size_t index : {1, 2}) {
     int is_constant = 0;
     const OrtValue* value = nullptr;
@@ -125,7 +128,8 @@ OrtStatus* create(const OrtCustomOp*, const OrtApi*, const OrtKernelInfo* info,
   return nullptr;
 }
 
-// One or several products with matrices of one size, each in `parts` parts.
+// One or several products with matrices of one size, each in `parts` parts; a row is
+// quantized in `row_parts` parts.
 struct Job {
   const Product* products;
   int64_t format, groups, parts, row_parts = 1;
@@ -182,7 +186,7 @@ OrtStatus* multiply_packed(void* data, OrtKernelContext* context) {
   job.products = &p, job.format = k.format, job.groups = k.groups();
   const int64_t size = k.columns * k.padded;
   job.parts = size < SMALL_BYTES ? 1 : std::min(PARTS, job.groups);
-  if (p.is_gated && p.rows < FEW_ROWS) job.row_parts = FEW_ROWS;
+  if (p.is_gated && p.rows < FEW_ROWS) job.row_parts = ROW_PARTS;
   if (job.parts == 1 || p.rows * job.row_parts < FEW_ROWS)
     quantize_rows(&job, 0);
   else

@@ -46,10 +46,11 @@ void quantize(const Product& p, int64_t row, int64_t first, int64_t end) {
   const float* x = p.x + p.place(row) * p.numbers * (p.is_gated ? 2 : 1) + first * BLOCK;
   RowBlock* read = p.read + tile * blocks + (row - tile) + first * tile_rows;
   for (int64_t b = first; b < end; b++, x += BLOCK, read += tile_rows) {
-    float numbers[BLOCK] = {}, gates[BLOCK] = {};
+    float numbers[BLOCK] = {};
     const int64_t left = std::clamp<int64_t>(p.numbers - b * BLOCK, 0, BLOCK);
     std::memcpy(numbers, x + (p.is_gated ? p.numbers : 0), left * sizeof(float));
     if (p.is_gated) {
+      float gates[BLOCK] = {};
       std::memcpy(gates, x, left * sizeof(float));
       multiply_gates(p, gates, numbers);
     }

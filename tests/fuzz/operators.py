@@ -76,7 +76,8 @@ class Operators(Subject):
         made = random_matrix(draw.choice(GRIDS), columns, rows, draw.randrange(99))
         kind = draw.choice(("MatMulPacked", "MatMulGated", "GatherPacked"))
         is_gated = kind == "MatMulGated"
-        other: dict[str, Any] = {"linear": 1.0, "cubic": 0.0} if is_gated else {}
+        factors = {"linear": 1.0, "cubic": draw.choice((0.0, 0.1, np.nan, 3e38))}
+        other: dict[str, Any] = factors if is_gated else {}
         if kind != "GatherPacked" and draw.random() < 0.5:
             other["bias"] = np.ones(columns + draw.choice((0, 0, 0, 1)), np.float32)
         whole = len(other)

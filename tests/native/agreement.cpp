@@ -60,8 +60,11 @@ struct Matrix {
     const Array<RowBlock> read(p.rows * padded / BLOCK);
     p.columns = columns, p.numbers = numbers, p.padded = padded, p.read = read.at;
     p.integers = integers.at, p.scales = scales.at, p.linear = 1.5f, p.cubic = 0.25f;
-    for (int64_t row = 0; row < p.rows; row++)
-      isa.quantize[format](p, row, 0, padded / BLOCK);
+    const int64_t blocks = padded / BLOCK, part = p.rows == 1 ? blocks / 3 : 0;
+    for (int64_t row = 0; row < p.rows; row++) {
+      isa.quantize[format](p, row, 0, part);
+      isa.quantize[format](p, row, part, blocks);
+    }
     isa.multiply[format](p, 0, groups(columns));
   }
 };
@@ -70,19 +73,19 @@ bool equal(const float* a, const float* b, int64_t count) {
   return std::memcmp(a, b, size_t(count) * sizeof(float)) == 0;
 }
 
-// Whether a pass of `rows` rows has the portable bits, and each row alone has them too;
-// with gates and a bias in every second pass.
+// Whether a pass of `rows` rows has the portable bits, and each row alone, quantized in two
+// parts, has them too; with gates in every second pass and a bias in every third.
 bool agrees(const Isa& isa, const Matrix& matrix, int64_t rows) {
   const bool is_gated = (matrix.columns + rows) % 2 == 0;
   const int64_t n = matrix.columns, k = matrix.numbers * (is_gated ? 2 : 1);
   Array<float> x(rows * k), y(rows * n), expected(rows * n), alone(n), bias(n);
-  for (int64_t i = 0; i < n; i++) bias.at[i] = float(random_bits()) - 32768;
+  for (int64_t i = 0; i < n; i++) bias.at[i] = float(random_bits()) / 32768 - 1;
   for (int64_t i = 0; i < x.size; i++) {
     x.at[i] = (float(random_bits()) - 32768) / (i % 97 ? 32768 : 32);
     if (rows > 2 && i / k == 2) x.at[i] = 0;
   }
   Product p{.rows = rows, .x = x.at, .y = y.at, .is_gated = is_gated};
-  if (is_gated) p.bias = bias.at;
+  if (rows % 3 == 0) p.bias = bias.at;
   matrix.multiply(isa, p);
   p.y = expected.at, matrix.multiply(PORTABLE, p);
   bool same = equal(y.at, expected.at, y.size);

@@ -10,7 +10,7 @@ from jetdraft.checkpoints.streams import StreamSettings
 from jetdraft.errors import DataError, OptionError
 from jetdraft.export.exporter import ExportOptions, export
 from jetdraft.export.measures import QUESTIONS, REPLY_TOKENS, sample_text
-from jetdraft.native import GATED, MULTIPLY
+from jetdraft.native import DOMAIN, GATED, MULTIPLY
 from jetdraft.quant.algorithms import quantize
 from jetdraft.quant.choice import (
     DRAFTER_CHOICES,
@@ -145,7 +145,8 @@ def test_the_bytes_are_those_of_the_graph(folder, sensitivity, name, tmp_path):
     constants = {each.name: each for each in graph.initializer}
     kinds = "MatMulNBits", MULTIPLY, GATED
     products = [node for node in graph.node if node.op_type in kinds]
-    names = {n for node in products for n in node.input[1:] if "bias" not in n}
+    read = (n.input[1:3] if n.domain == DOMAIN else n.input[1:] for n in products)
+    names = {name for inputs in read for name in inputs}
     found = sum(numpy_helper.to_array(constants[name]).nbytes for name in names)
     assert sensitivity.divergence.bytes_of(recipe) == found
 
