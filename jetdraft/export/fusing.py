@@ -271,7 +271,7 @@ def _find_bias_add(node: ir.Node, width: int) -> tuple[ir.Node, ir.Value] | None
 
 
 def fuse_products(model: ir.Model) -> None:
-    """Let products of `jetdraft.native` add biases, and gate what they read."""
+    """Let products of `jetdraft.native` add biases and gate the rows that they read."""
     graph = model.graph
     for node in [node for node in graph if node.op_type == MULTIPLY]:
         if found := _find_bias_add(node, node.attributes.get_int("N", 0)):

@@ -24,7 +24,7 @@ constexpr int64_t CACHED_BYTES = 1 << 18;  // of a matrix that all rows read in 
 // Weights are fetched so many bytes ahead, since processors stop at the end of a page.
 constexpr int64_t AHEAD = 2048;
 
-// Multiplies the numbers of a block with what their gates let through.
+// Multiplies each number of a block with its gate's g / (1 + e^-z), see `Product`.
 inline void multiply_gates(const Product& p, const float* gates, float* numbers) {
   for (int i = 0; i < BLOCK; i += LANES) {
     const Lanes g = load(gates + i), z = g * (p.linear + p.cubic * g * g);

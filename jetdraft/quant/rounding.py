@@ -114,8 +114,8 @@ def _inverse_factor(moments: Floats, rows: int) -> Tensor:
     # From the last input to the first: H = R R^T with an upper R, and H^-1 = U^T U
     # with U = R^-1.
     upper = torch.linalg.cholesky(whole.flip(0, 1)).flip(0, 1)
-    one = torch.eye(len(upper))
-    inverse: Tensor = torch.linalg.solve_triangular(upper, one, upper=True)
+    identity = torch.eye(len(upper))
+    inverse: Tensor = torch.linalg.solve_triangular(upper, identity, upper=True)
     return inverse
 
 

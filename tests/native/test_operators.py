@@ -5,6 +5,7 @@ import sys
 from copy import copy
 
 import numpy as np
+import onnx_ir as ir
 import pytest
 import torch
 from onnx import TensorProto, helper
@@ -12,6 +13,7 @@ from onnx import TensorProto, helper
 from jetdraft.checkpoints.recurrence import causal_convolution, linear_attention
 from jetdraft.contracts.tensors import HIDDEN, WIDEST
 from jetdraft.errors import ContractError
+from jetdraft.export.fusing import fuse_products
 from jetdraft.native import DOMAIN
 from jetdraft.quant.grids import GRIDS, LAYOUT_VERSION
 from jetdraft.runtime.passes.buffers import run_bound
@@ -106,10 +108,35 @@ def test_a_product_reads_gated_rows_and_adds_a_bias(grid, columns, rows):
     )
 
 
+@cases(
+    "outputs, axis, gate, fuses",
+    (["g", "up"], -1, {"approximate": "tanh"}, True),
+    (["up", "g"], -1, {"approximate": "tanh"}, False),
+    (["g", "up"], 1, {"approximate": "tanh"}, False),
+    (["g", "up"], -1, {}, False),
+)
+def test_only_gates_before_numbers_are_fused(outputs, axis, gate, fuses):
+    nodes = [
+        helper.make_node("Split", ["x"], outputs, axis=axis, num_outputs=2),
+        helper.make_node("Gelu", ["g"], ["share"], **gate),
+        helper.make_node("Mul", ["share", "up"], ["read"]),
+        helper.make_node("MatMulPacked", ["read", *"is"], ["y"], domain=DOMAIN),
+    ]
+    ends = (
+        [helper.make_tensor_value_info(n, TensorProto.FLOAT, None) for n in names]
+        for names in (("x", *"is"), "y")
+    )
+    model = ir.from_proto(helper.make_model(helper.make_graph(nodes, "gates", *ends)))
+    fuse_products(model)
+    kinds = {node.op_type for node in model.graph}
+    assert kinds == ({"MatMulGated"} if fuses else {node.op_type for node in nodes})
+
+
 @pytest.mark.parametrize("grid", GRIDS)
-@pytest.mark.parametrize("threads", [1, 3])
-def test_no_bit_of_a_product_depends_on_the_pass_or_threads(grid, threads):
-    matrix, x, fields = gated(grid, 400, 512)
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("columns", [48, 400])
+def test_no_bit_of_a_product_depends_on_the_pass_or_threads(grid, threads, columns):
+    matrix, x, fields = gated(grid, columns, 512)
     for kind, rows, more in (("Packed", x[:, :512], {}), ("Gated", x, fields)):
         one, other = (
             session(f"MatMul{kind}", matrix, threads=count, **more)
