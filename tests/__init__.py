@@ -1,5 +1,6 @@
 """What any module of tests may use."""
 
+import asyncio
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -17,6 +18,13 @@ WAYS: tuple[dict[str, Any], ...] = {}, {"temperature": 0.9, "seed": 4}
 def cases(names: str, *rows: Any, **options: Any) -> pytest.MarkDecorator:
     """`pytest.mark.parametrize` where each row of the table is an argument."""
     return pytest.mark.parametrize(names, rows, **options)
+
+
+async def tick(seconds: float, seen: list[int]) -> None:
+    """Add a number to `seen` after each of the `seconds` in which the loop is free."""
+    while True:
+        await asyncio.sleep(seconds)
+        seen.append(len(seen))
 
 
 def same_text(

@@ -149,11 +149,9 @@ class Generation:
                     yield piece
                     self.stats.waited_seconds += time.perf_counter() - paused
                 self.watcher.end(stops.LENGTH)
-            except GeneratorExit:
-                self.watcher.end(stops.CANCELLED)
-                raise
-            except KeyboardInterrupt:
-                self.watcher.end(stops.INTERRUPTED)
+            except (GeneratorExit, KeyboardInterrupt) as end:
+                is_left = isinstance(end, GeneratorExit)
+                self.watcher.end(stops.CANCELLED if is_left else stops.INTERRUPTED)
                 raise
             finally:
                 self.stats.finish_reason = self.watcher.reason
@@ -302,9 +300,9 @@ class Generation:
         carried = self._carried[: max(room, 0)]
         known = array("I", [*context, *carried]) if carried else context
         offer = self.proposer_set.offer(known, room - len(carried))
-        draft_seconds, draft = time.perf_counter() - started, offer.rows
-        if carried:
-            draft = draft.under([context[-1], *carried[:-1]])
+        started += sum(offer.late.values())  # rows of earlier rounds were read
+        draft_seconds, above = time.perf_counter() - started, [context[-1], *carried]
+        draft = offer.rows.under(above[:-1]) if carried else offer.rows
 
         # Verify: one pass of the target, and for every row one chosen token.
         if matcher is not None:
@@ -337,14 +335,14 @@ class Generation:
             drafted=offer.rows.drafted,
             ranks=rows.ranks(path)[len(carried) :],  # carried tokens come first
             target_seconds=target.seconds - target_before,
-            draft_seconds=draft_seconds - offer.late_seconds,
+            draft_seconds=draft_seconds,
             commit_seconds=target.cache.seconds - commit_before,
             probes=answer.probe_count,
             off=self._no_draft_reason(limit - len(context), offer, bool(late)),
             asked={p.traits.name: spent for p, spent in offer.asked.items()},
             evidence=offer.evidence,
             late=offer.late,
-            seconds=0.0 if late else time.perf_counter() - started - offer.late_seconds,
+            seconds=0.0 if late else time.perf_counter() - started,
             experts=answer.touched,
         )
         self.proposer_set.controller.observe(round_)

@@ -239,8 +239,10 @@ class LoadedBundle:
 
     @property
     def caches(self) -> dict[str, Cache]:
-        """The KV caches by name: "target", and "drafter" if there is a drafter."""
-        graphs = {"target": self.target, "drafter": self.drafter}
+        """The KV caches of a saved prefix: "target", and "drafter" if it is a head."""
+        drafter = self.drafter
+        head = drafter if drafter and not drafter.contract.stands_alone else None
+        graphs = {"target": self.target, "drafter": head}
         return {name: graph.cache for name, graph in graphs.items() if graph}
 
     def split_prompt(self, prompt: list[int]) -> tuple[list[int], list[int]]:

@@ -439,20 +439,17 @@ class Model(AbstractContextManager["Model"]):
         with parts.claim.held():
             # Rows of a longer text can be copied, but a head reads features beside.
             is_held = parts.prefix.reusable_rows([*tokens, 0], True) == len(tokens)
-            is_alone = parts.drafter is None or parts.drafter.contract.stands_alone
-            if is_held and is_alone and not parts.target.cache.states:
-                if parts.draft_cache is not None:  # it may hold another text's rows
-                    parts.draft_cache.begin(tokens)
-            else:
+            cache = parts.draft_cache if "drafter" in parts.caches else None
+            if cache is not None or not is_held or parts.target.cache.states:
                 # All proposers see the prompt. A stream left early is in no store.
                 left = self.stream(token_ids=tokens, method=AUTO, max_new_tokens=1)
                 with left:
                     next(left, None)
             # A prompt as long as the buffers leaves its last token unread.
             rows, waiting = tokens[: parts.target.cache.length], None
-            if parts.draft_cache is not None:
-                parts.draft_cache.follow(tokens)
-                waiting = parts.draft_cache.waiting(rows)
+            if cache is not None:
+                cache.follow(tokens)
+                waiting = cache.waiting(rows)
             save_prefix(Path(file), rows, parts.caches, parts.profiles.machine, waiting)
 
     def load_prefix(self, file: str | Path) -> None:
@@ -468,7 +465,7 @@ class Model(AbstractContextManager["Model"]):
             parts.forget()
             tokens, is_own, waiting = load_prefix(*given)
             parts.prefix.record(tokens, exact=is_own)
-            if parts.draft_cache is not None:
+            if parts.draft_cache is not None and "drafter" in parts.caches:
                 parts.draft_cache.restore(tokens, waiting)
 
     def check_prefix_support(self) -> None:

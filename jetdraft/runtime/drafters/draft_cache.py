@@ -12,14 +12,17 @@ from jetdraft.runtime.passes.graph import Graph
 from jetdraft.runtime.passes.halves import LeadingHalf, PlacedRows
 from jetdraft.runtime.passes.prefix import common_length
 
+MODEL_READS = 64
+"""A drafter model reads this many tokens of a prompt, or keeps what it has read."""
+
 
 class DraftCache:
     """Keeps a graph in step with the sequence, for all proposers that draft with it.
 
     A head's drafted rows are dropped once the target's features are known; others stay
-    until the sequence differs.
-    `tokens` are the tokens with rows in the graph's buffers, `seen` the tokens whose
-    features were observed.
+    until the sequence differs. A model reads the end of a prompt, as if the text began
+    there. `tokens` are the tokens whose rows are in the graph's buffers, and those that
+    a model skipped, `seen` the tokens whose features were observed.
 
         cache = DraftCache(graph)
         cache.observe(0, [5, 8, 9], answer.features)    # float [3, w]; a head needs it
@@ -36,7 +39,8 @@ class DraftCache:
         self.seen: list[int] = []
         # The features [w] of each token that is seen and has no row yet.
         self._features: list[Float32s] = []
-        self._passes = -1  # the graph's, when its rows held `tokens`
+        # The first of `tokens` without rows, and the graph's passes when it had them.
+        self._skipped, self._passes = 0, -1
         # What the last row carries, or of a block what it has read, [1, w].
         self._carried: Float32s | None = None
         self._next_window: Sequence[int] = ()  # the window of the next drafted row
@@ -53,6 +57,10 @@ class DraftCache:
         if self.shift:  # a row gives the first answer, so one row is left to feed
             fed = max(0, min(fed, seen, len(prompt) - 2))
         self._truncate(fed, seen)
+        last = max(0, len(prompt) - MODEL_READS) * self.graph.contract.stands_alone
+        if not self._skipped <= last <= fed:
+            self._rewind(0)
+            self.tokens, self._skipped = list(prompt[:last]), last
 
     def keep(self, kept: int) -> int:
         """How many of the first `kept` tokens need not be observed again."""
@@ -81,8 +89,8 @@ class DraftCache:
         if max(len(self.seen), len(self.tokens)) > first:
             self._truncate(self._count_kept_rows(first, tokens), first)
         self.seen += tokens
-        kept = max(len(self.tokens) - first, 0)  # their rows need no features
-        self._features += list(features[kept:])
+        # Rows that are kept need no features.
+        self._features += list(features[max(len(self.tokens) - first, 0) :])
 
     def catch_up(self, context: Tokens) -> None:
         """Run all missing rows but one, if more are missing than a draft can leave."""
@@ -90,16 +98,15 @@ class DraftCache:
         if self._count_missing(context) <= self._most_left:
             return
         while (missing := self._count_missing(context)) > 1:
-            self._feed(context, min(missing - 1, self.graph.contract.max_width))
+            self._feed(context, missing - 1)
 
     def follow(self, context: Tokens) -> Answer | None:
         """Run all rows of `context`; the answer after it, or None without features."""
         self._drop_differing(context)
-        answer, widest = None, self.graph.contract.max_width
-        guesses = max(self.graph.contract.block, self.graph.contract.guesses, 1)
-        self._most_left = min(1 + guesses, WIDEST)
+        answer, contract = None, self.graph.contract
+        self._most_left = min(1 + max(contract.block, contract.guesses, 1), WIDEST)
         while (missing := self._count_missing(context)) > 0:
-            answer = self._feed(context, min(missing, widest))
+            answer = self._feed(context, missing)
         return self._feed_unseen(context, answer) if self.shift else answer
 
     def _feed_unseen(self, text: Tokens, answer: Answer | None) -> Answer | None:
@@ -176,8 +183,9 @@ class DraftCache:
         missing = len(context) - self.shift - len(self.tokens)
         return min(missing, len(self._features)) if self.reads else missing
 
-    def _feed(self, context: Tokens, count: int) -> Answer:
-        """Run the next `count` rows of a context; the answer for the last of them."""
+    def _feed(self, context: Tokens, missing: int) -> Answer:
+        """Run a pass of the next `missing` rows; the answer for the last in it."""
+        count = min(missing, self.graph.contract.max_width)
         first = len(self.tokens) + self.shift
         tokens, features, recent = context[first : first + count], None, None
         if self.reads:
@@ -216,10 +224,7 @@ class DraftCache:
         if not self.shift:
             end = min(end, len(context) - 1)
             start = max(0, end - 2 * self.graph.contract.max_width)
-            for index, token in enumerate(context[start:end], start):
-                if self.tokens[index] != token:
-                    end = index
-                    break
+            end = start + common_length(self.tokens[start:end], context[start:end])
         self._rewind(end)
 
     def _count_kept_rows(self, first: int, tokens: Tokens) -> int:
@@ -235,7 +240,8 @@ class DraftCache:
 
     def _rewind(self, count: int) -> None:
         del self.tokens[count:]
-        self.graph.cache.rewind(len(self.tokens))
+        self._skipped = min(self._skipped, len(self.tokens))
+        self.graph.cache.rewind(len(self.tokens) - self._skipped)
 
 
 class LastRowCache(DraftCache):

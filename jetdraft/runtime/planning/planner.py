@@ -3,7 +3,7 @@
 import time
 from collections import defaultdict, deque
 from collections.abc import Collection, Iterable, MutableMapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from itertools import permutations
 from typing import Any
@@ -144,10 +144,6 @@ class Offer:
     evidence: int = 0
     late: dict[str, float] = field(default_factory=dict)
 
-    @property
-    def late_seconds(self) -> float:
-        return sum(self.late.values())
-
 
 @dataclass(frozen=True)
 class ProposerSet:
@@ -237,10 +233,8 @@ class Planner:
         """Make a proposer of each method that can be made, with default options."""
         proposers = {}
         for name, method in methods().items():
-            try:
+            with suppress(OptionError):  # the bundle lacks something for this method
                 proposers[name] = self.proposer(method, method.options())
-            except OptionError:
-                continue  # the bundle lacks something for this method
         return proposers
 
     def proposer(self, method: Method[Any], options: MethodOptions) -> Proposer:

@@ -6,6 +6,7 @@ import pytest
 
 import jetdraft
 from jetdraft import BundleError, Options, OutputError
+from jetdraft.runtime.drafters.draft_cache import DraftCache
 from jetdraft.runtime.generation import Generation
 from jetdraft.runtime.measured.survey import Survey
 from jetdraft.runtime.measured.widths import prefill_widths
@@ -110,6 +111,22 @@ def test_up_to_the_last_row_of_the_buffers(kept):
         kept.generate(token_ids=whole[:249], **OPTIONS)
         options = {**OPTIONS, "max_new_tokens": 9}
         assert kept.generate(token_ids=whole[:length], **options).token_ids == expected
+
+
+def test_a_drafter_model_reads_the_end_of_a_prompt(kept):
+    """It keeps what it has read, until more than 64 tokens are left to read."""
+    cache, text = DraftCache(kept.parts.drafter), [*OTHER, *IDS]
+    parts = IDS[:40], IDS[:100], IDS, text, [*text, *IDS[:9]], text * 2, text[:70]
+    rows, other = [40, 100, 151, 64, 73, 64, 64], kept.twin().parts.drafter
+    for prompt, read in zip(parts, rows, strict=True):
+        cache.begin(prompt)
+        found = cache.follow(prompt).logits[-1]
+        assert (cache.graph.cache.length, cache.tokens) == (read, prompt)
+        other.cache.rewind(0)
+        for token in prompt[-read:]:
+            expected = other.run([token]).logits[0]
+            other.cache.advance(1)
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
 
 
 @cases(
