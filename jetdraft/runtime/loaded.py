@@ -239,7 +239,7 @@ class LoadedBundle:
 
     @property
     def caches(self) -> dict[str, Cache]:
-        """The KV caches of a saved prefix: "target", and "drafter" if it is a head."""
+        """The caches of a saved prefix: "target", and "drafter" if it is a head."""
         drafter = self.drafter
         head = drafter if drafter and not drafter.contract.stands_alone else None
         graphs = {"target": self.target, "drafter": head}

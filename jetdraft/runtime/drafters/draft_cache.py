@@ -8,21 +8,22 @@ from numpy.lib.stride_tricks import sliding_window_view
 from jetdraft.contracts.tensors import WIDEST, Float32s, Int64s
 from jetdraft.runtime.drafts.rows import Tokens
 from jetdraft.runtime.passes.answer import Answer
+from jetdraft.runtime.passes.buffers import HOST
 from jetdraft.runtime.passes.graph import Graph
 from jetdraft.runtime.passes.halves import LeadingHalf, PlacedRows
 from jetdraft.runtime.passes.prefix import common_length
 
 MODEL_READS = 64
-"""A drafter model reads this many tokens of a prompt, or keeps what it has read."""
+"""On a CPU a model reads this many tokens of a prompt, or keeps what it has read."""
 
 
 class DraftCache:
     """Keeps a graph in step with the sequence, for all proposers that draft with it.
 
     A head's drafted rows are dropped once the target's features are known; others stay
-    until the sequence differs. A model reads the end of a prompt, as if the text began
-    there. `tokens` are the tokens whose rows are in the graph's buffers, and those that
-    a model skipped, `seen` the tokens whose features were observed.
+    until the sequence differs. On a CPU a model reads the end of a prompt, as if the
+    text began there. `tokens` are the tokens whose rows are in the graph's buffers, and
+    those that a model skipped, `seen` the tokens whose features were observed.
 
         cache = DraftCache(graph)
         cache.observe(0, [5, 8, 9], answer.features)    # float [3, w]; a head needs it
@@ -57,7 +58,9 @@ class DraftCache:
         if self.shift:  # a row gives the first answer, so one row is left to feed
             fed = max(0, min(fed, seen, len(prompt) - 2))
         self._truncate(fed, seen)
-        last = max(0, len(prompt) - MODEL_READS) * self.graph.contract.stands_alone
+        on_cpu = self.graph.memory is HOST  # the gain was measured there only
+        skips = on_cpu and self.graph.contract.stands_alone
+        last = max(0, len(prompt) - MODEL_READS) if skips else 0
         if not self._skipped <= last <= fed:
             self._rewind(0)
             self.tokens, self._skipped = list(prompt[:last]), last
