@@ -239,10 +239,10 @@ class LoadedBundle:
 
     @property
     def caches(self) -> dict[str, Cache]:
-        """The caches of a saved prefix: "target", and "drafter" if it is a head."""
-        drafter = self.drafter
-        head = drafter if drafter and not drafter.contract.stands_alone else None
-        graphs = {"target": self.target, "drafter": head}
+        """The caches of a saved prefix: "target", and "drafter" if it reads it all."""
+        cache = self.draft_cache
+        drafter = self.drafter if cache is not None and not cache.skips else None
+        graphs = {"target": self.target, "drafter": drafter}
         return {name: graph.cache for name, graph in graphs.items() if graph}
 
     def split_prompt(self, prompt: list[int]) -> tuple[list[int], list[int]]:

@@ -36,6 +36,8 @@ class DraftCache:
         self.graph = graph
         self.reads, self.carry = contract.feature_input > 0, contract.carried_size > 0
         self.shift, self.window = int(self.reads), contract.recent
+        # Measured on the CPU only, where reading takes long.
+        self.skips = contract.stands_alone and graph.memory is HOST
         self.tokens: list[int] = []
         self.seen: list[int] = []
         # The features [w] of each token that is seen and has no row yet.
@@ -58,9 +60,7 @@ class DraftCache:
         if self.shift:  # a row gives the first answer, so one row is left to feed
             fed = max(0, min(fed, seen, len(prompt) - 2))
         self._truncate(fed, seen)
-        on_cpu = self.graph.memory is HOST  # the gain was measured there only
-        skips = on_cpu and self.graph.contract.stands_alone
-        last = max(0, len(prompt) - MODEL_READS) if skips else 0
+        last = max(0, len(prompt) - MODEL_READS) if self.skips else 0
         if not self._skipped <= last <= fed:
             self._rewind(0)
             self.tokens, self._skipped = list(prompt[:last]), last
@@ -76,7 +76,7 @@ class DraftCache:
 
     def restore(self, tokens: Tokens, waiting: Float32s | None = None) -> None:
         """Adopt a file's rows of these tokens; `waiting` has features of the last."""
-        self.tokens = list(tokens[self.shift :])
+        self.tokens, self._skipped = list(tokens[self.shift :]), 0
         self.graph.cache.rewind(len(self.tokens))
         self._passes = self.graph.passes
         self._features = [] if waiting is None else list(waiting)
