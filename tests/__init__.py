@@ -21,7 +21,7 @@ def cases(names: str, *rows: Any, **options: Any) -> pytest.MarkDecorator:
 
 
 async def tick(seconds: float, seen: list[int]) -> None:
-    """Add a number to `seen` after each of the `seconds` in which the loop is free."""
+    """Append to `seen` after each wait of `seconds`: late where the loop is busy."""
     while True:
         await asyncio.sleep(seconds)
         seen.append(len(seen))

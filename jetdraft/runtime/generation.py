@@ -300,9 +300,9 @@ class Generation:
         carried = self._carried[: max(room, 0)]
         known = array("I", [*context, *carried]) if carried else context
         offer = self.proposer_set.offer(known, room - len(carried))
-        started += sum(offer.late.values())  # rows of earlier rounds were read
-        draft_seconds, above = time.perf_counter() - started, [context[-1], *carried]
-        draft = offer.rows.under(above[:-1]) if carried else offer.rows
+        started += sum(offer.late.values())  # reading late is no time of this round
+        draft_seconds, draft = time.perf_counter() - started, offer.rows
+        draft = draft.under([context[-1], *carried[:-1]]) if carried else draft
 
         # Verify: one pass of the target, and for every row one chosen token.
         if matcher is not None:

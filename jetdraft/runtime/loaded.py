@@ -239,7 +239,7 @@ class LoadedBundle:
 
     @property
     def caches(self) -> dict[str, Cache]:
-        """The caches of a saved prefix: "target", and "drafter" if it reads it all."""
+        """The caches of a saved prefix: "target", and "drafter" if it skips none."""
         cache = self.draft_cache
         drafter = self.drafter if cache is not None and not cache.skips else None
         graphs = {"target": self.target, "drafter": drafter}

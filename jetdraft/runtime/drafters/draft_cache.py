@@ -14,16 +14,16 @@ from jetdraft.runtime.passes.halves import LeadingHalf, PlacedRows
 from jetdraft.runtime.passes.prefix import common_length
 
 MODEL_READS = 64
-"""On a CPU a model reads this many tokens of a prompt, or keeps what it has read."""
+"""How many tokens of a new prompt a drafter model reads on the CPU: the last."""
 
 
 class DraftCache:
     """Keeps a graph in step with the sequence, for all proposers that draft with it.
 
     A head's drafted rows are dropped once the target's features are known; others stay
-    until the sequence differs. On a CPU a model reads the end of a prompt, as if the
-    text began there. `tokens` are the tokens whose rows are in the graph's buffers, and
-    those that a model skipped, `seen` the tokens whose features were observed.
+    until the sequence differs. On the CPU a model reads the end of a prompt, as if the
+    text began there. `tokens` are the tokens that the graph has read or skipped, `seen`
+    the tokens whose features were observed.
 
         cache = DraftCache(graph)
         cache.observe(0, [5, 8, 9], answer.features)    # float [3, w]; a head needs it
@@ -36,13 +36,13 @@ class DraftCache:
         self.graph = graph
         self.reads, self.carry = contract.feature_input > 0, contract.carried_size > 0
         self.shift, self.window = int(self.reads), contract.recent
-        # Measured on the CPU only, where reading takes long.
+        # On a GPU reading takes less, and nothing was measured.
         self.skips = contract.stands_alone and graph.memory is HOST
         self.tokens: list[int] = []
         self.seen: list[int] = []
         # The features [w] of each token that is seen and has no row yet.
         self._features: list[Float32s] = []
-        # The first of `tokens` without rows, and the graph's passes when it had them.
+        # How many of `tokens` were skipped; the graph's passes at the last row.
         self._skipped, self._passes = 0, -1
         # What the last row carries, or of a block what it has read, [1, w].
         self._carried: Float32s | None = None

@@ -197,7 +197,7 @@ def drafter(model):
 
 def fresh(model, context, budget):
     proposer = drafter_of(model.parts.drafter)
-    proposer.begin(context[:1], Chooser(Sampling()))  # of a longer prompt it reads less
+    proposer.begin(context[:1], Chooser(Sampling()))  # so that no token is skipped
     return proposer.propose(context, budget).tokens
 
 
