@@ -1,5 +1,7 @@
 import random
+from collections import defaultdict
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +15,7 @@ from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.methods.ppd import method as ppd
 from jetdraft.methods.ppd.method import PromptProposer
 from jetdraft.runtime.drafts.rows import Probes, Probing, Rows
-from jetdraft.runtime.measured.cost_model import Curve
+from jetdraft.runtime.measured.cost_model import Curve, Profit
 from jetdraft.runtime.measured.stats import Acceptance, Round
 from jetdraft.runtime.passes.answer import Answer
 from jetdraft.runtime.passes.pruned_halves import THRESHOLD_CHOICES, Threshold
@@ -71,23 +73,15 @@ def models(tmp_path_factory):
         model.close()
 
 
-@pytest.fixture(scope="module")
-def plain_text():
-    texts = {}
-
-    def of(model, way):
-        key = model.bundle.path, str(way)
-        if key not in texts:
-            texts[key] = text(model, "none", **way).token_ids
-        return texts[key]
-
-    return of
-
-
 def text(model, method, **options):
     return model.generate(
         token_ids=PROMPT, method=method, ignore_eos=True, max_new_tokens=120, **options
     )
+
+
+@cache
+def plain_text(model, *way):
+    return text(model, "none", **dict(way)).token_ids
 
 
 def test_how_much_is_drafted(models):
@@ -101,10 +95,10 @@ def test_how_much_is_drafted(models):
 
 
 @pytest.mark.parametrize("kind", ["stream", "forecast"])
-def test_the_base_alone_writes_the_same(models, plain_text, kind):
+def test_the_base_alone_writes_the_same(models, kind):
     base = models("", BLOCK_SIZES[kind])
     for way in WAYS:
-        assert plain_text(models(kind), way) == plain_text(base, way)
+        assert plain_text(models(kind), *way.items()) == plain_text(base, *way.items())
 
 
 @every_kind
@@ -197,11 +191,12 @@ def test_the_controller_branches_where_rows_are_free(models, monkeypatch, way, e
     known.places.successes, known.places.trials = [500.0] * 4, [1000.0] * 4
     monkeypatch.setattr(known, "observe", lambda round_: None)
     monkeypatch.setattr(model.planner, "acceptance", {"stream": known})
+    monkeypatch.setattr(model.planner, "_profits", defaultdict(Profit))
     drafted = text(model, "stream", exact=exact, **way)
     lengths = [int(c.partition(":")[2] or 0) for c in drafted.stats.rounds_by_choice]
     assert max(lengths) > SETTINGS["stream"].gamma
     if exact:
-        assert drafted.token_ids == text(model, "none", **way).token_ids
+        assert drafted.token_ids == plain_text(model, *way.items())
 
 
 def test_a_chain_can_be_asked_for(models, monkeypatch):
@@ -288,12 +283,12 @@ def halves_of(model, threshold, exact=True):
 @every_way
 @pytest.mark.parametrize("threshold", [0.0, 0.3, 2.0, "auto"])
 @pytest.mark.parametrize("tree", [{}, TREE], ids=["chain", "tree"])
-def test_no_threshold_changes_a_text(models, plain_text, way, threshold, tree):
+def test_no_threshold_changes_a_text(models, way, threshold, tree):
     """At 0 nothing is pruned, above 1 all of a draft."""
     model = models("stream")
     drafting = {"prune_threshold": threshold, **tree}
     pruned = text(model, "stream", drafting=drafting, **way)
-    assert pruned.token_ids == plain_text(model, way)
+    assert pruned.token_ids == plain_text(model, *way.items())
     if threshold == 2.0:
         assert (pruned.stats.accepted_tokens, pruned.stats.target_passes) == (0, 120)
     if threshold == 0.0 and tree:
@@ -384,15 +379,15 @@ def planned(model, monkeypatch, ranks, pass_ms):
     return proposer
 
 
-def test_cheap_passes_have_large_trees(models, plain_text, monkeypatch):
+def test_cheap_passes_have_large_trees(models, monkeypatch):
     model = models("ppd")
     planned(model, monkeypatch, RANKS, lambda rows, probes: 10.0)
     for way in WAYS:
         drafted = text(model, "ppd", **way)
-        assert drafted.token_ids == plain_text(model, way)
+        assert drafted.token_ids == plain_text(model, *way.items())
         assert set(drafted.stats.rounds_by_choice) >= {"ppd:15"}
     cut = text(model, "ppd", num_draft_tokens=4)
-    assert cut.token_ids == plain_text(model, {})
+    assert cut.token_ids == plain_text(model)
     assert "ppd:4" in cut.stats.rounds_by_choice
 
 
@@ -422,9 +417,7 @@ def test_the_plan_follows_the_text(models):
     assert proposer.plan(7) == before
 
 
-def test_where_no_plan_pays_rounds_are_those_of_plain_decoding(
-    models, plain_text, monkeypatch
-):
+def test_where_no_plan_pays_rounds_are_those_of_plain_decoding(models, monkeypatch):
     model = models("ppd")
 
     def pass_ms(rows, probes):
@@ -434,7 +427,7 @@ def test_where_no_plan_pays_rounds_are_those_of_plain_decoding(
     for way in WAYS:
         proposer.forget()
         drafted = text(model, "ppd", **way)
-        assert drafted.token_ids == plain_text(model, way)
+        assert drafted.token_ids == plain_text(model, *way.items())
         assert drafted.stats.rounds_by_choice["none"] > 60
         assert 0 < drafted.stats.drafted_tokens < 40
     monkeypatch.setattr(ppd, "RESTS", (10**6, 10**6))
