@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from threading import Thread
 from typing import NamedTuple
 
 from jetdraft.devices.detection import read_text
@@ -98,8 +97,3 @@ def _resident_share(first: int, end: int) -> float:
         return 0.0
     pages = memoryview(entries).cast("Q")  # the highest bit: present in memory
     return sum(page >> 63 for page in pages) / max(len(pages), 1)
-
-
-def start_using_huge_pages() -> None:
-    """Start `use_huge_pages` in a thread; it takes seconds for a billion weights."""
-    Thread(target=use_huge_pages, name="jetdraft-gather", daemon=True).start()

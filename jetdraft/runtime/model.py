@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
-from threading import Lock
+from threading import Lock, Thread
 from typing import Any, Unpack, cast
 
 from jetdraft.bundle import Bundle
 from jetdraft.contracts.tensors import Float32s, Int64s
-from jetdraft.devices.memory import start_using_huge_pages
+from jetdraft.devices.memory import use_huge_pages
 from jetdraft.errors import ConstraintError, JetdraftError, OptionError
 from jetdraft.runtime.claim import CLOSED_MESSAGE
 from jetdraft.runtime.generation import Generation
@@ -92,7 +92,8 @@ class Model(AbstractContextManager["Model"]):
         # On a new machine this waits: it would disturb the first measurements.
         has_survey = parts.profiles.read_survey() is not None
         if like is None and (has_survey or bundle.embedding is not None):
-            start_using_huge_pages()
+            # It takes seconds for a billion weights.
+            Thread(target=use_huge_pages, name="jetdraft-gather", daemon=True).start()
         self._template: ChatTemplate | None = None
         self._adapted: dict[str, Model] = {}
         self._adapted_lock = Lock()

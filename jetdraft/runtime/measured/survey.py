@@ -451,8 +451,5 @@ def pass_times(graph: Graph, widths: Sequence[int]) -> dict[int, float]:
         tokens = random_tokens(graph, max(widths))
         for width in widths:
             run_until_captured(graph, partial(graph.run, tokens[:width]))
-        seconds: dict[int, list[float]] = {width: [] for width in widths}
-        for _ in range(TURNS):
-            for width in widths:
-                seconds[width].append(_time_pass(graph, tokens[:width]))
-    return {width: 1e3 * min(times) for width, times in seconds.items()}
+        turns = [[_time_pass(graph, tokens[:w]) for w in widths] for _ in range(TURNS)]
+    return dict(zip(widths, (1e3 * np.min(turns, 0)).tolist(), strict=True))

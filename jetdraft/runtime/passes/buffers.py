@@ -73,9 +73,16 @@ class Memory:
     copies: bool = False
     on_host: tuple[str, ...] = ("total_length",)
 
-    def tensor(self, shape: tuple[int, ...], dtype: str) -> Tensor:
-        """A new tensor of zeros: a NaN would spread even from masked rows."""
+    def tensor(
+        self, shape: tuple[int, ...], dtype: str, lent: npt.NDArray[Any] | None = None
+    ) -> Tensor:
+        """A new tensor of zeros: a NaN would spread even from masked rows.
+
+        On the host it has the first rows of an array `lent`, if these suffice.
+        """
         array = np.zeros(shape, dtype)
+        if lent is not None and not self.copies and shape[1] <= lent.shape[1]:
+            array = lent[:, : shape[1]]
         if not self.copies:
             value = ort.OrtValue.ortvalue_from_numpy(array)
         else:

@@ -54,6 +54,9 @@ class Graph:
         self.passes = 0
         self._bindings: dict[_PassSize, _GraphBinding] = {}
         self._wide_bindings: dict[_PassSize, _GraphBinding] = {}
+        # Shared by all widths: 16 rows can have hundredths of the weights' bytes.
+        logits = np.zeros((1, WIDEST, self.contract.choices), np.float32)
+        self.logits = {"logits": logits}
 
     def prepare(self, exact: bool, reading: Reading = Reading.ALL) -> None:
         """Set the `total_length`s of the next generation, and which rows it reads.
@@ -111,7 +114,9 @@ class Graph:
         binding.fill_rows("features", features)
         binding.fill_rows("recent_ids", recent)
         if self.contract.block:
-            binding.fill_block(block)
+            tokens_of_block = binding.arrays["block"][0]
+            tokens_of_block[:] = self.contract.vocab_size  # An unknown token's id.
+            tokens_of_block[: len(block)] = block
         if probes.total:
             chain = [list(range(row)) for row in range(width)]
             binding.show_only([*chain, *self._probe_slots(probes, chain)], cursor)
@@ -268,10 +273,10 @@ class _GraphBinding(PassBinding):
         buffers = {**graph.cache.buffers, **graph.cache.states, **selected}
         counts = size.width, size.answers, probes.total
         sizes = *counts, contract.members, contract.prefix, size.seen
-        super().__init__(*given, buffers, sizes, graph.memory, _borrowed(graph))
+        others = graph.memory, _borrowed(graph), graph.logits
+        super().__init__(*given, buffers, sizes, *others)
         self.size, self.pictures = size, graph.pictures
         self.has_bias = contract.has_bias
-        self.unknown = contract.vocab_size
         self.input_ids = self.view("input_ids")
         self.position_ids = self.view("position_ids")
         self.arrays["answer_rows"][:] = np.arange(size.width - size.answers, size.width)
@@ -291,9 +296,3 @@ class _GraphBinding(PassBinding):
         for row, position in enumerate(positions):
             self.input_ids[row] = tokens[row] if row < len(tokens) else tokens[-1]
             self.position_ids[row] = position
-
-    def fill_block(self, known: Sequence[int]) -> None:
-        """Set the first tokens of the block; the others are unknown."""
-        block = self.arrays["block"][0]
-        block[:] = self.unknown
-        block[: len(known)] = known

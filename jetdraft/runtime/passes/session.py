@@ -122,8 +122,8 @@ def _session_options(provider: str, threads: Threads) -> ort.SessionOptions:
     options.intra_op_num_threads, options.inter_op_num_threads = count, 1
     # On the CPU every error is an exception too, which we report in a line of our own.
     options.log_severity_level = 4 if provider == "cpu" else 3
-    # A memory pattern is allocated at the first run, maybe inside of a capture.
-    options.enable_mem_pattern = PROVIDERS[provider].memory == "cpu"
+    # A pattern takes memory for each width, maybe at first inside of a capture.
+    options.enable_mem_pattern = False
     for name, value in (
         ("session.intra_op.allow_spinning", str(int(spinning != Spinning.NEVER))),
         ("session.force_spinning_stop", str(int(spinning == Spinning.IN_PASSES))),
