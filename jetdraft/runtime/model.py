@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from threading import Lock, Thread
 from typing import Any, Unpack, cast
@@ -94,7 +95,6 @@ class Model(AbstractContextManager["Model"]):
         if like is None and (has_survey or bundle.embedding is not None):
             # It takes seconds for a billion weights.
             Thread(target=use_huge_pages, name="jetdraft-gather", daemon=True).start()
-        self._template: ChatTemplate | None = None
         self._adapted: dict[str, Model] = {}
         self._adapted_lock = Lock()
         self.method = method or AUTO
@@ -139,14 +139,11 @@ class Model(AbstractContextManager["Model"]):
         vocabulary.start()
         return vocabulary
 
-    @property
+    @cached_property
     def template(self) -> ChatTemplate:
         """The checkpoint's chat template; raises `OptionError` if it is missing."""
         bundle = self.parts.bundle
-        if self._template is None:
-            given = bundle.chat_template, bundle.special_tokens
-            self._template = ChatTemplate.open(*given)
-        return self._template
+        return ChatTemplate.open(bundle.chat_template, bundle.special_tokens)
 
     def generate(
         self,

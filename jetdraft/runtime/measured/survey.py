@@ -1,6 +1,7 @@
 """Proves widths of a target one by one, and times their passes on the way."""
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -155,7 +156,7 @@ class Survey:
         widths = decoding_widths(self.target)
         order = sorted(widths, key=(*FIRST_WIDTHS, *NEXT_WIDTHS, *widths).index)
         known = Widths([], {}, untried=tuple(order))
-        self._width_logits(self._starts[0], order[0], order[0])  # to time it
+        deque(self._passes(self._starts[0], order[0], order[0]), 0)  # to time it
         while known.untried and (not known.classes or len(known.exact) < 2):
             known = self._compare_next_width(known)
         known = replace(known, base=known.exact[0])
@@ -238,26 +239,29 @@ class Survey:
         """The largest difference between the logits of two widths; 0 for equal bits."""
         room = self.target.cache.capacity - 1 - self._starts[-1]
         rows = min(max(MIN_ROWS, one, other), MAX_ROWS, room)
+        logits = np.zeros((rows, self.target.contract.vocab_size), np.float32)
         gap = 0.0
         for start in self._starts:
-            logits, others = (self._width_logits(start, rows, w) for w in (one, other))
-            if not np.array_equal(logits, others):
-                # NaN and differences below the smallest number count too.
-                gap = max(gap, float(np.nanmax(np.abs(logits - others))), _SMALLEST)
-                gap = min(gap, _LARGEST)  # JSON has no infinity
+            for part, found in self._passes(start, rows, one):
+                logits[part] = found
+            for part, found in self._passes(start, rows, other):
+                if not np.array_equal(logits[part], found):
+                    # NaN and differences below the smallest number count too.
+                    most = float(np.nanmax(np.abs(logits[part] - found)))
+                    gap = min(max(gap, most, _SMALLEST), _LARGEST)  # JSON has no inf
         return gap
 
-    def _width_logits(self, start: int, rows: int, width: int) -> np.ndarray:
-        """Run `rows` rows in passes of one width; logits float32 [rows, vocab]."""
+    def _passes(
+        self, start: int, rows: int, width: int
+    ) -> Iterator[tuple[slice, np.ndarray]]:
+        """Run `rows` rows in passes of a width; yields views of each pass's logits."""
         tokens = random_tokens(self.target, rows)
-        logits = np.zeros((rows, self.target.contract.vocab_size), np.float32)
         self.target.cache.set_states({})
         firsts = [*range(0, rows - width, width), rows - width]
         for first, following in pairwise([*firsts, rows]):
-            part = tokens[first : first + width]
-            logits[first : first + width] = self._run_pass(start + first, part, PLAIN)
+            part = slice(first, first + width)
+            yield part, self._run_pass(start + first, tokens[part], PLAIN)
             self.target.cache.advance(following - first)
-        return logits
 
     def _run_pass(
         self, start: int, tokens: list[int], mode: PassMode, last_only: bool = False
@@ -317,7 +321,7 @@ class Survey:
                 self._run_pass(start, random_tokens(graph, wide), PLAIN, last_only=True)
                 graph.cache.advance(wide)
                 rows = self._rows_after(start, wide)
-                self._width_logits(start, wide, step)
+                deque(self._passes(start, wide, step), 0)
                 yield all(map(np.array_equal, rows, self._rows_after(start, wide)))
 
     def _rows_after(self, start: int, rows: int) -> list[np.ndarray]:

@@ -25,7 +25,7 @@ class PassBinding:
 
     `tensors` holds them by name, `arrays` their arrays on the host. `buffers` are KV
     buffers and recurrent states by input; another graph's `borrowed` are only read.
-    `lent` arrays are other bindings' too. `sizes` are as in `TensorSpec.shape_for`.
+    Bindings may have `shared` arrays. `TensorSpec.shape_for` takes the `sizes`.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class PassBinding:
         sizes: Sequence[int],
         memory: Memory = HOST,
         borrowed: Mapping[str, ort.OrtValue] = MappingProxyType({}),
-        lent: Mapping[str, Float32s] = MappingProxyType({}),
+        shared: Mapping[str, Float32s] = MappingProxyType({}),
     ) -> None:
         self.session, self._memory = session, memory
         self.io = session.io_binding()
@@ -48,7 +48,7 @@ class PassBinding:
         for spec in (*inputs, *outputs):
             if spec.name not in fixed:
                 place = HOST if spec.name in memory.on_host else memory
-                shape, array = spec.shape_for(*sizes), lent.get(spec.name)
+                shape, array = spec.shape_for(*sizes), shared.get(spec.name)
                 self.tensors[spec.name] = place.tensor(shape, spec.dtype, array)
         own = {name: tensor.value for name, tensor in self.tensors.items()}
         values = {**own, **fixed}

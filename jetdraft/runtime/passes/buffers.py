@@ -74,15 +74,15 @@ class Memory:
     on_host: tuple[str, ...] = ("total_length",)
 
     def tensor(
-        self, shape: tuple[int, ...], dtype: str, lent: npt.NDArray[Any] | None = None
+        self, shape: tuple[int, ...], dtype: str, whole: npt.NDArray[Any] | None = None
     ) -> Tensor:
         """A new tensor of zeros: a NaN would spread even from masked rows.
 
-        On the host it has the first rows of an array `lent`, if these suffice.
+        On the host it has the first rows of an array `whole`, if these suffice.
         """
         array = np.zeros(shape, dtype)
-        if lent is not None and not self.copies and shape[1] <= lent.shape[1]:
-            array = lent[:, : shape[1]]
+        if whole is not None and not self.copies and shape[1] <= whole.shape[1]:
+            array = whole[:, : shape[1]]
         if not self.copies:
             value = ort.OrtValue.ortvalue_from_numpy(array)
         else:
