@@ -265,6 +265,12 @@ def test_each_width_is_bound_once(graph):
     assert graph._bindings == bound
 
 
+def test_widths_share_the_memory_of_logits(graph):
+    narrow, wide = (graph.run(TOKENS[:rows]) for rows in (2, 9))
+    assert np.shares_memory(narrow.logits, wide.logits)
+    assert not np.shares_memory(narrow.candidates, wide.candidates)
+
+
 def test_answering_for_the_last_row_only(graph):
     whole = graph.run(TOKENS[:9])
     expected = whole.logits[-1].copy()
