@@ -520,6 +520,7 @@ class Model(AbstractContextManager["Model"]):
             if (planner := self._planner) is not None:
                 planner.parts.claim.close()
             self._planner = None
+            vars(self).pop("template", None)
 
     def __exit__(self, *error: object) -> None:
         # An error in the block must not be hidden by the error of an open stream.

@@ -400,7 +400,7 @@ def test_a_closed_model_says_so(bundle, tmp_path):
     chat = [{"role": "user", "content": "a"}]
     file = tmp_path / "prefix.npz"
     texts = (model.generate, model.stream, model.astream, model.prompt)
-    names = ("methods", "provider", "vocabulary", "planner")
+    names = ("methods", "provider", "vocabulary", "planner", "template")
     calls = [
         *(partial(call, "a") for call in texts),
         *(partial(call, chat) for call in (model.chat, model.chat_prompt)),

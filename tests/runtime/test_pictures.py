@@ -443,9 +443,8 @@ def test_drafts_about_pictures_change_no_token(kind, tmp_path):
         for say, how, name in product((chat, last), ({}, sampled), names):
             model.forget()
             plain = say(method="none", max_new_tokens=24, **how)
-            # Else the times of this machine decide whether prompt tokens draft.
-            first = {"rows": 4, "slots": 16} if name == "ppd" else {}
-            shapes = [first, *(BRANCHES.get(name, ()) if target.tree_file else ())]
+            sizes = [{"rows": 4, "slots": 16}] if name == "ppd" else []
+            shapes = [{}, *sizes, *(BRANCHES.get(name, ()) if target.tree_file else ())]
             if name == "stream" and target.halves is None:
                 with pytest.raises(OptionError, match="is not cut in halves"):
                     say(method=name, drafting=shapes.pop())
@@ -454,7 +453,8 @@ def test_drafts_about_pictures_change_no_token(kind, tmp_path):
                 own = {"method": name, "num_draft_tokens": 4, "drafting": drafting}
                 text = say(max_new_tokens=24, **how, **own)
                 assert text.token_ids == plain.token_ids
-                assert text.stats.drafted_tokens, name
+                # The times of this machine decide whether a plan of `ppd` drafts.
+                assert text.stats.drafted_tokens or (name == "ppd" and not drafting)
 
 
 def test_rows_are_kept_for_the_same_picture_only(both, tmp_path):

@@ -290,7 +290,7 @@ class Survey:
             times[rows] = min(ms, times.get(rows, ms))
             if times[rows] == ms and graph.contract.experts:
                 self._curve.experts[rows] = answer.touched
-        return answer.logits if last_only else answer.logits[chain]
+        return answer.logits if skipped is None else answer.logits[chain]
 
     def _agrees(self, width: int, modes: list[PassMode]) -> bool:
         """Whether passes of all modes give the bits of a chain pass."""
@@ -406,8 +406,7 @@ def decoding_widths(graph: Graph) -> list[int]:
 def random_tokens(graph: Graph, count: int) -> list[int]:
     """Random token ids: always the first `count` of the same sequence."""
     random = np.random.default_rng(0)
-    tokens: list[int] = random.integers(0, graph.contract.vocab_size, count).tolist()
-    return tokens
+    return list(map(int, random.integers(0, graph.contract.vocab_size, count)))
 
 
 @contextmanager

@@ -78,7 +78,7 @@ class Memory:
     ) -> Tensor:
         """A new tensor of zeros: a NaN would spread even from masked rows.
 
-        On the host it has the first rows of an array `whole`, if these suffice.
+        An output on the host can lie in the first rows of an array `whole` instead.
         """
         array = np.zeros(shape, dtype)
         if whole is not None and not self.copies and shape[1] <= whole.shape[1]:

@@ -54,9 +54,9 @@ class Graph:
         self.passes = 0
         self._bindings: dict[_PassSize, _GraphBinding] = {}
         self._wide_bindings: dict[_PassSize, _GraphBinding] = {}
-        # Shared by all widths: 16 rows can have hundredths of the weights' bytes.
+        # One array for passes of all widths: one for each took a tenth of the weights.
         logits = np.zeros((1, WIDEST, self.contract.choices), np.float32)
-        self.logits = {"logits": logits}
+        self.shared = {"logits": logits}
 
     def prepare(self, exact: bool, reading: Reading = Reading.ALL) -> None:
         """Set the `total_length`s of the next generation, and which rows it reads.
@@ -273,7 +273,7 @@ class _GraphBinding(PassBinding):
         buffers = {**graph.cache.buffers, **graph.cache.states, **selected}
         counts = size.width, size.answers, probes.total
         sizes = *counts, contract.members, contract.prefix, size.seen
-        others = graph.memory, _borrowed(graph), graph.logits
+        others = graph.memory, _borrowed(graph), graph.shared
         super().__init__(*given, buffers, sizes, *others)
         self.size, self.pictures = size, graph.pictures
         self.has_bias = contract.has_bias

@@ -122,7 +122,7 @@ def _session_options(provider: str, threads: Threads) -> ort.SessionOptions:
     options.intra_op_num_threads, options.inter_op_num_threads = count, 1
     # On the CPU every error is an exception too, which we report in a line of our own.
     options.log_severity_level = 4 if provider == "cpu" else 3
-    # A pattern takes memory for each width, maybe at first inside of a capture.
+    # A pattern keeps memory for each width, and may allocate it inside of a capture.
     options.enable_mem_pattern = False
     for name, value in (
         ("session.intra_op.allow_spinning", str(int(spinning != Spinning.NEVER))),

@@ -80,8 +80,8 @@ def text(model, method, **options):
 
 
 @cache
-def plain_text(model, *way):
-    return text(model, "none", **dict(way)).token_ids
+def plain_text(model, **way):
+    return text(model, "none", **way).token_ids
 
 
 def test_how_much_is_drafted(models):
@@ -98,7 +98,7 @@ def test_how_much_is_drafted(models):
 def test_the_base_alone_writes_the_same(models, kind):
     base = models("", BLOCK_SIZES[kind])
     for way in WAYS:
-        assert plain_text(models(kind), *way.items()) == plain_text(base, *way.items())
+        assert plain_text(models(kind), **way) == plain_text(base, **way)
 
 
 @every_kind
@@ -196,7 +196,7 @@ def test_the_controller_branches_where_rows_are_free(models, monkeypatch, way, e
     lengths = [int(c.partition(":")[2] or 0) for c in drafted.stats.rounds_by_choice]
     assert max(lengths) > SETTINGS["stream"].gamma
     if exact:
-        assert drafted.token_ids == plain_text(model, *way.items())
+        assert drafted.token_ids == plain_text(model, **way)
 
 
 def test_a_chain_can_be_asked_for(models, monkeypatch):
@@ -288,7 +288,7 @@ def test_no_threshold_changes_a_text(models, way, threshold, tree):
     model = models("stream")
     drafting = {"prune_threshold": threshold, **tree}
     pruned = text(model, "stream", drafting=drafting, **way)
-    assert pruned.token_ids == plain_text(model, *way.items())
+    assert pruned.token_ids == plain_text(model, **way)
     if threshold == 2.0:
         assert (pruned.stats.accepted_tokens, pruned.stats.target_passes) == (0, 120)
     if threshold == 0.0 and tree:
@@ -384,7 +384,7 @@ def test_cheap_passes_have_large_trees(models, monkeypatch):
     planned(model, monkeypatch, RANKS, lambda rows, probes: 10.0)
     for way in WAYS:
         drafted = text(model, "ppd", **way)
-        assert drafted.token_ids == plain_text(model, *way.items())
+        assert drafted.token_ids == plain_text(model, **way)
         assert set(drafted.stats.rounds_by_choice) >= {"ppd:15"}
     cut = text(model, "ppd", num_draft_tokens=4)
     assert cut.token_ids == plain_text(model)
@@ -427,7 +427,7 @@ def test_where_no_plan_pays_rounds_are_those_of_plain_decoding(models, monkeypat
     for way in WAYS:
         proposer.forget()
         drafted = text(model, "ppd", **way)
-        assert drafted.token_ids == plain_text(model, *way.items())
+        assert drafted.token_ids == plain_text(model, **way)
         assert drafted.stats.rounds_by_choice["none"] > 60
         assert 0 < drafted.stats.drafted_tokens < 40
     monkeypatch.setattr(ppd, "RESTS", (10**6, 10**6))
