@@ -90,10 +90,9 @@ class Model(AbstractContextManager["Model"]):
         shared = None if like is None else like.parts
         parts = LoadedBundle(bundle, options or {}, shared)
         self._planner: Planner | None = Planner(parts)
-        # On a new machine this waits: it would disturb the first measurements.
+        # It takes seconds, and would disturb the first measurements on a new machine.
         has_survey = parts.profiles.read_survey() is not None
         if like is None and (has_survey or bundle.embedding is not None):
-            # It takes seconds for a billion weights.
             Thread(target=use_huge_pages, name="jetdraft-gather", daemon=True).start()
         self._adapted: dict[str, Model] = {}
         self._adapted_lock = Lock()
@@ -520,7 +519,7 @@ class Model(AbstractContextManager["Model"]):
             if (planner := self._planner) is not None:
                 planner.parts.claim.close()
             self._planner = None
-            vars(self).pop("template", None)
+            vars(self).pop("template", None)  # It was cached.
 
     def __exit__(self, *error: object) -> None:
         # An error in the block must not be hidden by the error of an open stream.

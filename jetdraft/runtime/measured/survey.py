@@ -33,6 +33,7 @@ _LARGEST = float(np.finfo(np.float32).max)
 # The probes of a chain, and None or a branching pass's rows between root and chain.
 PassMode = tuple[Probing, int | None]
 PLAIN: PassMode = (NO_PROBING, None)
+Part = tuple[slice, np.ndarray]  # The rows of a pass, and their logits.
 
 
 class Survey:
@@ -251,10 +252,8 @@ class Survey:
                     gap = min(max(gap, most, _SMALLEST), _LARGEST)  # JSON has no inf
         return gap
 
-    def _passes(
-        self, start: int, rows: int, width: int
-    ) -> Iterator[tuple[slice, np.ndarray]]:
-        """Run `rows` rows in passes of a width; yields views of each pass's logits."""
+    def _passes(self, start: int, rows: int, width: int) -> Iterator[Part]:
+        """Run `rows` rows in passes of a width; the next pass overwrites its logits."""
         tokens = random_tokens(self.target, rows)
         self.target.cache.set_states({})
         firsts = [*range(0, rows - width, width), rows - width]

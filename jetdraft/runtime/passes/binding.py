@@ -25,7 +25,7 @@ class PassBinding:
 
     `tensors` holds them by name, `arrays` their arrays on the host. `buffers` are KV
     buffers and recurrent states by input; another graph's `borrowed` are only read.
-    Other bindings write into `shared` arrays. `TensorSpec.shape_for` takes the `sizes`.
+    Outputs lie in `shared` arrays where given. `TensorSpec.shape_for` takes `sizes`.
     """
 
     def __init__(

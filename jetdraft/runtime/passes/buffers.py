@@ -78,7 +78,7 @@ class Memory:
     ) -> Tensor:
         """A new tensor of zeros: a NaN would spread even from masked rows.
 
-        An output on the host can lie in the first rows of an array `whole` instead.
+        On the host, a part of the array `whole`, its first rows, if it has as many.
         """
         array = np.zeros(shape, dtype)
         if whole is not None and not self.copies and shape[1] <= whole.shape[1]:

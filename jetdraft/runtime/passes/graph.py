@@ -54,7 +54,7 @@ class Graph:
         self.passes = 0
         self._bindings: dict[_PassSize, _GraphBinding] = {}
         self._wide_bindings: dict[_PassSize, _GraphBinding] = {}
-        # One array for passes of all widths: one for each took a tenth of the weights.
+        # All widths share an array: one for each would take a tenth of the weights.
         logits = np.zeros((1, WIDEST, self.contract.choices), np.float32)
         self.shared = {"logits": logits}
 
@@ -114,9 +114,8 @@ class Graph:
         binding.fill_rows("features", features)
         binding.fill_rows("recent_ids", recent)
         if self.contract.block:
-            tokens_of_block = binding.arrays["block"][0]
-            tokens_of_block[:] = self.contract.vocab_size  # An unknown token's id.
-            tokens_of_block[: len(block)] = block
+            unknown = [self.contract.vocab_size] * (self.contract.block - len(block))
+            binding.arrays["block"][0] = [*block, *unknown]
         if probes.total:
             chain = [list(range(row)) for row in range(width)]
             binding.show_only([*chain, *self._probe_slots(probes, chain)], cursor)
