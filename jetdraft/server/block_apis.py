@@ -271,7 +271,11 @@ def _read_input(asked: Json) -> tuple[Json, bool]:
         before = messages[-1] if messages else {"role": ""}
         both_speak = before.get("content") and message.get("content")
         if message["role"] == "assistant" == before["role"] and not both_speak:
-            message = _join(messages.pop(), message)
+            # Two parts of the assistant's turn are one message.
+            content = before.get("content") or message.get("content")
+            calls = before.get("tool_calls", []) + message.get("tool_calls", [])
+            joined = {"content": content, "tool_calls": calls}
+            message = {**messages.pop(), **message, **joined}
         messages.append(message)
     [form], [effort] = _take(body, "text", "format"), _take(body, "reasoning", "effort")
     _translate(body, form, effort, "function", "parameters")
@@ -300,13 +304,6 @@ def _read_item(item: Json, at: str) -> Json:
         return {"role": "assistant", "reasoning_content": thought}
     fact = f"input has an item of type {kind!r}, which is not read here; leave it out"
     raise RequestError(fact, "input")
-
-
-def _join(before: Json, more: Json) -> Json:
-    """One message of two parts of the assistant's turn."""
-    content = before.get("content") or more.get("content")
-    calls = before.get("tool_calls", []) + more.get("tool_calls", [])
-    return {**before, **more, "content": content, "tool_calls": calls}
 
 
 def _id(block: Block) -> str:

@@ -59,10 +59,6 @@ class AheadCache(DraftCache):
         if len(self.seen) - len(self._features) > self._first_needed:
             self._forget_needed()
 
-    def waiting(self, tokens: Tokens) -> Float32s | None:
-        """None: the target runs the rows again whose features are needed."""
-        return None
-
     def restore(self, tokens: Tokens, waiting: Float32s | None = None) -> None:
         super().restore(tokens)
         self._forget_needed()

@@ -262,9 +262,6 @@ class LastRowCache(DraftCache):
     def restore(self, tokens: Tokens, waiting: Float32s | None = None) -> None:
         self.forget()  # a file does not hold its features
 
-    def waiting(self, tokens: Tokens) -> Float32s | None:
-        return None
-
     def keep(self, kept: int) -> int:
         """All `kept` tokens: no row needs to be observed again."""
         return kept

@@ -221,7 +221,6 @@ class PositionRates:
 
     WEIGHT = 1.0  # How many trials the prior counts for.
     MEMORY, FADING = 0.95, 0.99  # Factors: at an event, after a round without.
-    HOPE = 0.5  # The factor of deeper positions after a series without a failure.
     RUN = 12
 
     def __init__(self, prior: float) -> None:
@@ -259,15 +258,6 @@ class PositionRates:
                 continue
             self.successes[place] = self.successes[place] * self.MEMORY + success
             self.trials[place] = self.trials[place] * self.MEMORY + 1
-        if all(outcomes):  # else short drafts would never show that longer ones pay
-            for place in range(len(outcomes), len(self.trials)):
-                self.successes[place] *= self.HOPE
-                self.trials[place] *= self.HOPE
-
-    @property
-    def reach(self) -> int:
-        """The longest length to try: 2 (1 + the number of positions with successes)."""
-        return 2 * (1 + sum(successes > 0 for successes in self.successes))
 
     def rates(self, length: int) -> list[float]:
         """The rate at each position below `length`, given successes before it."""
@@ -292,11 +282,6 @@ class Acceptance:
         self.by_evidence: dict[int, PositionRates] = {}
         # A success is a wrong sibling: the series of siblings ends with the right one.
         self.siblings = PositionRates(1.0 - self.SIBLING_PRIOR)
-
-    @property
-    def reach(self) -> int | None:
-        """The longest draft to ask for; None where rates depend on evidence."""
-        return None if self.by_evidence else self.places.reach
 
     def fade(self) -> None:
         """Let the rates fade after a round without a draft of this proposer."""

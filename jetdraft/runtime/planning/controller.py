@@ -14,12 +14,16 @@ from jetdraft.runtime.proposers.proposer import Proposer
 
 @dataclass(frozen=True)
 class Assignment:
-    """Ask `proposer` for `budget` rows, as a tree by `parents`; None is no draft."""
+    """Ask `proposer` for `budget` rows, as a tree by `parents`; None is no draft.
+
+    A chain may end before, see `Proposer.least`.
+    """
 
     proposer: Proposer | None
     budget: int
     probing: Probing = NO_PROBING
     parents: tuple[int, ...] | None = None
+    least: float = 0.0
 
 
 NO_DRAFT = Assignment(None, 0)
@@ -27,6 +31,9 @@ NO_DRAFT = Assignment(None, 0)
 MARGIN = 1.02
 LEARNING_ROUNDS = 8  # The controller learns from each eighth round without a plan.
 NEGLIGIBLE = 0.01  # Less likely tokens are not planned.
+MAX_SURE = 8  # The most tokens of a draft that ends where it doubts them.
+TOKEN_PASSES = 0.65  # The plain passes that a right token of a draft saves, about.
+MOST_DOUBT = 0.9  # Sure text is drafted even where a token costs what it saves.
 MAX_SIBLINGS = 3  # Children of a planned row beside its first child.
 
 
@@ -66,10 +73,6 @@ class _Promise(NamedTuple):
     tokens: float
     chance: float
     parents: tuple[int, ...] | None = None
-
-
-def _assign_to(proposer: Proposer, promise: _Promise, probing: Probing) -> Assignment:
-    return Assignment(proposer, promise.length, probing, promise.parents)
 
 
 class _SteadyPlan(NamedTuple):
@@ -145,7 +148,24 @@ class AdaptiveController:
                     winner, best_value = steady, steady.value
         if winner is not None:
             return self._best_with_probes(room, offers, winner)
-        return NO_DRAFT if plan is None else _assign_to(*plan, NO_PROBING)
+        if plan is None:
+            return NO_DRAFT
+        proposer, promise = plan
+        if proposer.traits.stops and proposer not in offers:
+            return self._until_doubt(proposer, room)
+        return Assignment(proposer, promise.length, parents=promise.parents)
+
+    def _until_doubt(self, proposer: Proposer, room: int) -> Assignment:
+        """Assign a draft that goes on while its tokens likely pay for themselves:
+
+        least = the time of a drafted token and its row / (TOKEN_PASSES * a plain pass)
+        """
+        limit = min(MAX_SURE, self.max_draft_tokens, _most_tokens(proposer, room, {}))
+        plain_ms, ms = self.curve.pass_ms(1), self._pass_ms(1 + limit, NO_PROBING)
+        row_ms = (ms - plain_ms) / limit + self.curve.kept_row
+        ms = self.curve.drafts.get(proposer.traits.name, 0.0) + row_ms
+        least = min(ms / (TOKEN_PASSES * plain_ms), MOST_DOUBT)
+        return Assignment(proposer, limit, least=least)
 
     def _best_with_probes(
         self, room: int, offers: Mapping[Proposer, int], steady: _SteadyPlan
@@ -167,7 +187,8 @@ class AdaptiveController:
             chance = promise.chance if probing.last_only else 1.0
             worth = promise.tokens - steady.value * spent_ms + chance * steady.prepared
             if worth > best_worth:
-                best, best_worth = _assign_to(proposer, promise, probing), worth
+                given = proposer, promise.length, probing, promise.parents
+                best, best_worth = Assignment(*given), worth
         return best
 
     def _all_drafts(
@@ -182,8 +203,6 @@ class AdaptiveController:
             token_ms, evidence = self.curve.drafts.get(traits.name, 0.0), None
             if proposer in offers:  # its rows are there, and their time is spent
                 token_ms, evidence = 0.0, proposer.evidence
-            elif token_ms:
-                limit = min(limit, self.acceptance[traits.name].reach or limit)
             for promise in self._promises(proposer, limit, evidence):
                 length = promise.length
                 branches = promise.parents is not None

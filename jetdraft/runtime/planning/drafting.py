@@ -79,13 +79,12 @@ class Drafting:
             raise DraftingError(f"{fact}; give options of that method")
         keys_of = {name: options.option_names() for name, options in types.items()}
         all_keys = dict.fromkeys(key for keys in keys_of.values() for key in keys)
-        for key in self._given_options:
+        for key in (given := self._given_options):
             check_choice(DraftingError, "drafting option", key, all_keys)
-        given = self._given_options
-        own = {
-            n: {k: given[k] for k in keys if k in given} for n, keys in keys_of.items()
+        options = {
+            name: types[name].of({k: given[k] for k in keys if k in given})
+            for name, keys in keys_of.items()
         }
-        options = {name: types[name].of(settings) for name, settings in own.items()}
         if self.names != (AUTO,):
             return options
         # A method that "auto" leaves out must not bind the others by its defaults.

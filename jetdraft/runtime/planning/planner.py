@@ -196,6 +196,7 @@ def _propose(assignment: Assignment, context: Tokens, size: int) -> Rows:
     proposer, root, problem = assignment.proposer, context[-1], ""
     assert proposer is not None
     with _failing(proposer.traits.name):
+        proposer.least = assignment.least
         rows = proposer.propose(context, assignment.budget, assignment.parents)
         given: object = rows.tokens[:1] if isinstance(rows, Rows) else rows
         if given != [root]:

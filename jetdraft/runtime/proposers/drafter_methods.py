@@ -106,7 +106,8 @@ def chain_or_tree_proposer(
 ) -> Proposer:
     """Make a proposer of chains that `stop` ends, or of trees that `grow` drafts."""
     widest = cache.graph.contract.max_width - 1
-    traits = Traits(name, widest, options.kind, ms_per_token=ms_per_token)
+    stops = stop is None and not options.branched
+    traits = Traits(name, widest, options.kind, ms_per_token, stops=stops)
     if not options.branched:
         return ModelProposer(cache, traits, stop=stop)
     check_trees(loaded.target, cache.graph)

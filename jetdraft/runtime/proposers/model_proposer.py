@@ -145,7 +145,8 @@ class ModelProposer(Proposer):
     """Drafts with the graph that a `cache` keeps in step with the sequence.
 
     Without `grow` drafts are chains, which choose with the target's noise and end where
-    the rule `stop` doubts them. Proposers of one graph share its cache.
+    the rule `stop`, or else a controller's, doubts them. Proposers of one graph share
+    its cache.
 
         ModelProposer(DraftCache(graph), Traits("draft", 15)).propose([5, 8, 9], 3)
     """
@@ -192,6 +193,8 @@ class ModelProposer(Proposer):
     def propose(self, context: Tokens, budget: int, parents: Parents = None) -> Rows:
         """Catch up with the context, then draft a chain or what `grow` makes."""
         tokens, kind, stop = [context[-1]], self.traits.kind, self.stop
+        if self.least:
+            stop = DraftStop(confidence, self.least)
         answer = self.cache.follow(context)
         grow = self.grow
         if parents is not None:

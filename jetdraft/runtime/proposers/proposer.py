@@ -24,6 +24,7 @@ class Traits:
     ms_per_token      a first guess of the time of a drafted token
     probes            how many probes of the target a row can carry for it, or 0
     branches          whether it drafts a tree when a controller asks for one
+    stops             whether its chains end where it doubts them, see `Proposer.least`
     blind             whether it drafts with a model that reads no images
 
         Traits("repeat", max_draft_tokens=15, kind=Kind.COUPLED, ms_per_token=1.2)
@@ -35,6 +36,7 @@ class Traits:
     ms_per_token: float = 0.0
     probes: int = 0
     branches: bool = False
+    stops: bool = False
     blind: bool = False
 
 
@@ -78,6 +80,9 @@ class Proposer(Observer, ABC):
     """What the last draft rests on: drafts with the same number are right alike. 0 if
     the proposer knows no difference. It is known after `propose` only, so a proposer
     that has it is asked in every round: its drafts must cost next to nothing."""
+
+    least: float = 0.0
+    """A chain that `stops` ends where the product of its rates falls below this."""
 
     @property
     def session_seconds(self) -> float:
@@ -135,7 +140,8 @@ class ConstrainedProposer(Proposer):
 
     def propose(self, context: Tokens, budget: int, parents: Parents = None) -> Rows:
         """The forced tokens, and below them the allowed rows of the inner draft."""
-        forced, self.evidence = self._matcher.forced(context, budget), 0
+        self.evidence, self._inner.least = 0, self.least
+        forced = self._matcher.forced(context, budget)
         if len(forced) == budget:
             return Rows.chain([context[-1], *forced], self.traits.kind)
         if forced:

@@ -1,5 +1,6 @@
 import shutil
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from jetdraft.runtime.passes.graph import Graph
 from jetdraft.runtime.passes.session import StepSessions, open_session
 from jetdraft.runtime.proposers import model_proposer
 from jetdraft.runtime.proposers.model_proposer import AcceptanceHead, confidence
+from jetdraft.runtime.proposers.proposer import constrain
 from jetdraft.runtime.sampling.chooser import Chooser, Sampling
 from jetdraft.runtime.sampling.verifiers import VERIFIERS
 from jetdraft.testing import toy_bundle
@@ -308,6 +310,14 @@ def test_a_head_that_always_says_the_same(model, monkeypatch, bias, length):
     draft = {"method": "draft", "num_draft_tokens": 6}
     [found] = same_text(model, [draft | LEARNED], [{}], **HOW)
     assert found.stats.rounds_by_choice.get(f"draft:{length}", 0) > 10
+
+
+def test_a_chain_ends_where_a_controller_says_also_below_a_constraint(drafter):
+    matcher = SimpleNamespace(forced=lambda *_: [], allowed=lambda rows, _: rows)
+    [constrained], lengths = constrain([drafter], matcher)[:1], []
+    for constrained.least in (1.0, 0.0):
+        lengths.append(constrained.propose(CONTEXT, 6).drafted)
+    assert lengths == [1, 6]
 
 
 def test_rules_do_not_outlive_their_generation(model):
