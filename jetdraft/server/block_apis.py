@@ -271,11 +271,11 @@ def _read_input(asked: Json) -> tuple[Json, bool]:
         before = messages[-1] if messages else {"role": ""}
         both_speak = before.get("content") and message.get("content")
         if message["role"] == "assistant" == before["role"] and not both_speak:
-            # Two parts of the assistant's turn are one message.
             content = before.get("content") or message.get("content")
             calls = before.get("tool_calls", []) + message.get("tool_calls", [])
-            joined = {"content": content, "tool_calls": calls}
-            message = {**messages.pop(), **message, **joined}
+            # Two parts of the assistant's turn are one message.
+            both = {"content": content, "tool_calls": calls}
+            message = messages.pop() | message | both
         messages.append(message)
     [form], [effort] = _take(body, "text", "format"), _take(body, "reasoning", "effort")
     _translate(body, form, effort, "function", "parameters")

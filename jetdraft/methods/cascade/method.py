@@ -15,7 +15,7 @@ from jetdraft.runtime.loaded import LoadedBundle
 from jetdraft.runtime.measured.stats import Acceptance, PositionRates, prior_of
 from jetdraft.runtime.passes.prefix import common_length
 from jetdraft.runtime.proposers.drafter_methods import drafter_method
-from jetdraft.runtime.proposers.lookup import LookupProposer
+from jetdraft.runtime.proposers.lookup import Guess, LookupProposer
 from jetdraft.runtime.proposers.method import MethodOptions
 from jetdraft.runtime.proposers.model_proposer import ModelProposer
 from jetdraft.runtime.proposers.proposer import Parents, Proposer, Traits
@@ -119,9 +119,7 @@ class CascadeProposer(ModelProposer):
                 tokens = guess.tokens[: [*trusted, False].index(False)]
             if not tokens:
                 break
-            compared = min(len(tokens), 1 + common_length(tokens, guess.tokens))
-            pairs = enumerate(zip_longest(tokens, guess.tokens[:compared]))
-            trials += [Trial(*p, guess.evidence(i), by_drafter) for i, p in pairs]
+            trials += _as_trials(tokens, guess, by_drafter)
             drafted += tokens
         self.trust.keep_draft(context, trials)
         if drafted and len(drafted) < budget:
@@ -136,6 +134,12 @@ class CascadeProposer(ModelProposer):
         positions = range(len(context), len(context) + 1 + len(guess))
         chosen = self.chooser.choose(answer, positions)
         return chosen[: 1 + common_length(chosen, guess)]
+
+
+def _as_trials(tokens: list[int], guess: Guess, by_drafter: bool) -> list[Trial]:
+    compared = min(len(tokens), 1 + common_length(tokens, guess.tokens))
+    pairs = enumerate(zip_longest(tokens, guess.tokens[:compared]))
+    return [Trial(*pair, guess.evidence(place), by_drafter) for place, pair in pairs]
 
 
 def _make_proposer(

@@ -14,16 +14,13 @@ from jetdraft.runtime.proposers.proposer import Proposer
 
 @dataclass(frozen=True)
 class Assignment:
-    """Ask `proposer` for `budget` rows, as a tree by `parents`; None is no draft.
-
-    A chain may end before, see `Proposer.least`.
-    """
+    """Ask `proposer` for `budget` rows, as a tree by `parents`; None is no draft."""
 
     proposer: Proposer | None
     budget: int
     probing: Probing = NO_PROBING
     parents: tuple[int, ...] | None = None
-    least: float = 0.0
+    least: float = 0.0  # A chain may end before, see `Proposer.least`.
 
 
 NO_DRAFT = Assignment(None, 0)
@@ -156,7 +153,7 @@ class AdaptiveController:
         return Assignment(proposer, promise.length, parents=promise.parents)
 
     def _until_doubt(self, proposer: Proposer, room: int) -> Assignment:
-        """Assign a draft that goes on while its tokens likely pay for themselves:
+        """Assign a draft that grows while its tokens likely pay for themselves:
 
         least = the time of a drafted token and its row / (TOKEN_PASSES * a plain pass)
         """

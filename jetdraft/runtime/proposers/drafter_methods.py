@@ -1,7 +1,7 @@
 """Methods that draft with a bundle's drafter: a record each, made of a few facts."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, Any
 
@@ -106,10 +106,9 @@ def chain_or_tree_proposer(
 ) -> Proposer:
     """Make a proposer of chains that `stop` ends, or of trees that `grow` drafts."""
     widest = cache.graph.contract.max_width - 1
-    stops = stop is None and not options.branched
-    traits = Traits(name, widest, options.kind, ms_per_token, stops=stops)
+    traits = Traits(name, widest, options.kind, ms_per_token)
     if not options.branched:
-        return ModelProposer(cache, traits, stop=stop)
+        return ModelProposer(cache, replace(traits, stops=stop is None), stop=stop)
     check_trees(loaded.target, cache.graph)
     return ModelProposer(cache, traits, partial(grow, options.shape))
 

@@ -192,9 +192,8 @@ class ModelProposer(Proposer):
 
     def propose(self, context: Tokens, budget: int, parents: Parents = None) -> Rows:
         """Catch up with the context, then draft a chain or what `grow` makes."""
-        tokens, kind, stop = [context[-1]], self.traits.kind, self.stop
-        if self.least:
-            stop = DraftStop(confidence, self.least)
+        tokens, kind = [context[-1]], self.traits.kind
+        stop = DraftStop(confidence, self.least) if self.least else self.stop
         answer = self.cache.follow(context)
         grow = self.grow
         if parents is not None:
