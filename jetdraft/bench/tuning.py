@@ -145,7 +145,7 @@ def _draft_ms(proposer: Proposer, context: Sequence[int], target: Graph) -> floa
     proposer.begin(context[:middle], Chooser(Sampling()))
     if target.contract.feature_size:
         _run_target(target, context, proposer)
-    seconds = []
+    proposer.least, seconds = 0.0, []
     for end in range(middle + 1, len(context) - DRAFT_TOKENS):
         start = time.perf_counter()
         count = proposer.propose(context[:end], DRAFT_TOKENS).drafted

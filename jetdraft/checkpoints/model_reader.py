@@ -311,10 +311,9 @@ def _check_loaded(
             f"{list(stored)}, expected {list(expected)}); fetch it again"
         )
     if info["missing_keys"]:
-        raise CheckpointError(
-            f"{source} lacks the weights {sorted(info['missing_keys'])[0]!r} and "
-            f"{len(info['missing_keys']) - 1} more; fetch it again"
-        )
+        first, count = min(info["missing_keys"]), len(info["missing_keys"])
+        fact = f"{source} lacks the weights {first!r} of its config ({count} in all)"
+        raise CheckpointError(f"{fact}; correct config.json, or fetch it again")
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     refusals.check_unread(source, names, info["unexpected_keys"])
     # `check_source_seams` and `check_seams` see what others do beside the interface.

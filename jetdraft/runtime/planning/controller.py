@@ -30,7 +30,7 @@ LEARNING_ROUNDS = 8  # The controller learns from each eighth round without a pl
 NEGLIGIBLE = 0.01  # Less likely tokens are not planned.
 MAX_SURE = 8  # The most tokens of a draft that ends where it doubts them.
 TOKEN_PASSES = 0.65  # The plain passes that a right token of a draft saves, about.
-MOST_DOUBT = 0.9  # Sure text is drafted even where a token costs what it saves.
+MAX_LEAST = 0.9  # Sure text is drafted even where a token costs what it saves.
 MAX_SIBLINGS = 3  # Children of a planned row beside its first child.
 
 
@@ -158,10 +158,10 @@ class AdaptiveController:
         least = the time of a drafted token and its row / (TOKEN_PASSES * a plain pass)
         """
         limit = min(MAX_SURE, self.max_draft_tokens, _most_tokens(proposer, room, {}))
-        plain_ms, ms = self.curve.pass_ms(1), self._pass_ms(1 + limit, NO_PROBING)
-        row_ms = (ms - plain_ms) / limit + self.curve.kept_row
+        plain_ms = self._pass_ms(1, NO_PROBING)
+        row_ms = (self._pass_ms(1 + limit, NO_PROBING) - plain_ms) / limit
         ms = self.curve.drafts.get(proposer.traits.name, 0.0) + row_ms
-        least = min(ms / (TOKEN_PASSES * plain_ms), MOST_DOUBT)
+        least = min((ms + self.curve.kept_row) / (TOKEN_PASSES * plain_ms), MAX_LEAST)
         return Assignment(proposer, limit, least=least)
 
     def _best_with_probes(

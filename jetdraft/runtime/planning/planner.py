@@ -177,7 +177,8 @@ class ProposerSet:
                 drafts[proposer] = rows
                 if not rows.drafted and rows.probes is not None:
                     offer.rows = rows  # it says what the root carries
-                if proposer.evidence or rows.drafted < budget:
+                enough = 1 if assignment.least else budget  # it ended by its own doubt
+                if proposer.evidence or rows.drafted < enough:
                     continue
             offer.method, offer.evidence = proposer.traits.name, proposer.evidence
             offer.rows = drafts[proposer].cut(budget)

@@ -1,7 +1,7 @@
 """Methods that draft with a bundle's drafter: a record each, made of a few facts."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any
 
@@ -105,10 +105,11 @@ def chain_or_tree_proposer(
     grow: GrowShape = grow_levels,
 ) -> Proposer:
     """Make a proposer of chains that `stop` ends, or of trees that `grow` drafts."""
-    widest = cache.graph.contract.max_width - 1
-    traits = Traits(name, widest, options.kind, ms_per_token)
+    contract, widest = cache.graph.contract, cache.graph.contract.max_width - 1
+    stops = stop is None and not (options.branched or contract.ahead)
+    traits = Traits(name, widest, options.kind, ms_per_token, stops=stops)
     if not options.branched:
-        return ModelProposer(cache, replace(traits, stops=stop is None), stop=stop)
+        return ModelProposer(cache, traits, stop=stop)
     check_trees(loaded.target, cache.graph)
     return ModelProposer(cache, traits, partial(grow, options.shape))
 

@@ -145,8 +145,7 @@ class ModelProposer(Proposer):
     """Drafts with the graph that a `cache` keeps in step with the sequence.
 
     Without `grow` drafts are chains, which choose with the target's noise and end where
-    the rule `stop`, or else a controller's, doubts them. Proposers of one graph share
-    its cache.
+    the rule `stop`, or `least`, doubts them. Proposers of one graph share its cache.
 
         ModelProposer(DraftCache(graph), Traits("draft", 15)).propose([5, 8, 9], 3)
     """

@@ -82,7 +82,7 @@ class Proposer(Observer, ABC):
     that has it is asked in every round: its drafts must cost next to nothing."""
 
     least: float = 0.0
-    """A chain that `stops` ends where the product of its rates falls below this."""
+    """A chain that `stops` ends once its tokens' chances multiply to less than this."""
 
     @property
     def session_seconds(self) -> float:

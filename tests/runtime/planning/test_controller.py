@@ -52,17 +52,24 @@ def test_fixed_keeps_its_length_and_respects_room():
 
 
 def test_a_chain_that_stops_goes_on_as_far_as_its_tokens_pay():
-    """Whatever an earlier text showed of long drafts: they end where they doubt."""
     controller = adaptive(0.05, draft_ms=0.35, widths=range(1, 17))
     for _ in range(40):
         controller.observe(outcome(drafted=4, accepted=1, ms=1.2, width=5))
     assert (controller.assign(15, {}).budget, controller.assign(15, {}).least) == (1, 0)
     proposer = controller.proposers[0] = Named("draft", stops=True)
-    given = controller.assign(15, {})
-    assert given.budget == 8
-    assert given.least == pytest.approx((0.1 + 0.05) / 0.65, rel=0.01)
-    assert controller.assign(3, {}).budget == 3
+    assert [controller.assign(room, {}).budget for room in (15, 3)] == [8, 3]
+    assert controller.assign(15, {}).least == pytest.approx(0.15 / 0.65, rel=0.01)
     assert controller.assign(15, {proposer: 2}).least == 0, "its rows are there"
+
+
+def test_what_was_off_is_tried_again():
+    controller = adaptive(slope=0.3, draft_ms=0.2)
+    for _ in range(20):
+        controller.observe(outcome(drafted=1))
+    assert controller.assign(15, {}) == NO_DRAFT
+    for _ in range(1000):
+        controller.observe(outcome(method="none", drafted=0, width=2))
+    assert controller.assign(15, {}) != NO_DRAFT
 
 
 def test_a_row_that_is_carried_anyway_is_free():
