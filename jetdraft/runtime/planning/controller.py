@@ -28,9 +28,9 @@ NO_DRAFT = Assignment(None, 0)
 MARGIN = 1.02
 LEARNING_ROUNDS = 8  # The controller learns from each eighth round without a plan.
 NEGLIGIBLE = 0.01  # Less likely tokens are not planned.
-MAX_SURE = 8  # The most tokens of a draft that ends where it doubts them.
-TOKEN_PASSES = 0.65  # The plain passes that a right token of a draft saves, about.
-MAX_LEAST = 0.9  # Sure text is drafted even where a token costs what it saves.
+MAX_SURE = 8  # The most tokens of a chain that ends by its own doubt.
+TOKEN_PASSES = 0.65  # About how many plain passes a right drafted token saves.
+MAX_LEAST = 0.9  # The largest `least`, so that sure text is always drafted on.
 MAX_SIBLINGS = 3  # Children of a planned row beside its first child.
 
 
@@ -153,9 +153,9 @@ class AdaptiveController:
         return Assignment(proposer, promise.length, parents=promise.parents)
 
     def _until_doubt(self, proposer: Proposer, room: int) -> Assignment:
-        """Assign a draft that grows while its tokens likely pay for themselves:
+        """Assign a chain that ends once another token likely costs more than it saves.
 
-        least = the time of a drafted token and its row / (TOKEN_PASSES * a plain pass)
+        least = ms of a token and its row / (TOKEN_PASSES * ms of a plain pass)
         """
         limit = min(MAX_SURE, self.max_draft_tokens, _most_tokens(proposer, room, {}))
         plain_ms = self._pass_ms(1, NO_PROBING)

@@ -79,7 +79,8 @@ class Drafting:
             raise DraftingError(f"{fact}; give options of that method")
         keys_of = {name: options.option_names() for name, options in types.items()}
         all_keys = dict.fromkeys(key for keys in keys_of.values() for key in keys)
-        for key in (given := self._given_options):
+        given = self._given_options
+        for key in given:
             check_choice(DraftingError, "drafting option", key, all_keys)
         options = {
             name: types[name].of({k: given[k] for k in keys if k in given})

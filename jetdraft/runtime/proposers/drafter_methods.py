@@ -105,9 +105,9 @@ def chain_or_tree_proposer(
     grow: GrowShape = grow_levels,
 ) -> Proposer:
     """Make a proposer of chains that `stop` ends, or of trees that `grow` drafts."""
-    contract, widest = cache.graph.contract, cache.graph.contract.max_width - 1
-    stops = stop is None and not (options.branched or contract.ahead)
-    traits = Traits(name, widest, options.kind, ms_per_token, stops=stops)
+    contract, kind = cache.graph.contract, options.kind
+    stops = stop is None and not (options.branched or contract.ahead)  # not of blocks
+    traits = Traits(name, contract.max_width - 1, kind, ms_per_token, stops=stops)
     if not options.branched:
         return ModelProposer(cache, traits, stop=stop)
     check_trees(loaded.target, cache.graph)

@@ -24,7 +24,7 @@ class Traits:
     ms_per_token      a first guess of the time of a drafted token
     probes            how many probes of the target a row can carry for it, or 0
     branches          whether it drafts a tree when a controller asks for one
-    stops             whether its chains end where it doubts them, see `Proposer.least`
+    stops             whether its chains end by its own doubt, see `Proposer.least`
     blind             whether it drafts with a model that reads no images
 
         Traits("repeat", max_draft_tokens=15, kind=Kind.COUPLED, ms_per_token=1.2)
@@ -82,7 +82,7 @@ class Proposer(Observer, ABC):
     that has it is asked in every round: its drafts must cost next to nothing."""
 
     least: float = 0.0
-    """A chain that `stops` ends once its tokens' chances multiply to less than this."""
+    """A chain that `stops` ends when its probabilities multiply to less than this."""
 
     @property
     def session_seconds(self) -> float:

@@ -318,7 +318,7 @@ def test_an_early_unlucky_streak_is_not_for_ever(seed, widths):
 
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("slope", [CPU, FLAT])
-@pytest.mark.parametrize("draft_ms", [0.01, 0.04])
+@pytest.mark.parametrize("draft_ms", [0.01, 0.04, 0.2])
 @any_widths
 def test_a_drafter_that_is_never_right_costs_two_percent(seed, slope, draft_ms, widths):
     assert simulate(lambda n: 0.0, 600, seed, slope, widths, draft_ms)[1] > 0.98
