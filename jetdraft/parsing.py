@@ -37,13 +37,14 @@ def read_json(
     most_bytes: int = 1_000_000,
     most_depth: int = 64,
     exact: bool = False,
+    infinite: bool = False,
 ) -> Any:
     """Return the value of an untrusted JSON text.
 
     Raises `JsonError` for more than `most_bytes` of UTF-8, for arrays and objects
     nested deeper than `most_depth`, and for what JSON or other programs cannot
-    hold: NaN and infinite numbers, integers beyond 64 bits unless `exact`, lone
-    surrogates, and objects with the same key twice. Checks the depth before it parses.
+    hold: NaN and Infinity unless `infinite`, integers beyond 64 bits unless `exact`,
+    lone surrogates, and objects with the same key twice. Checks the depth before it parses.
 
     read_json("[1e999]")           # JsonError: a number is too large: 1e999
     """
@@ -62,7 +63,7 @@ def read_json(
             text,
             parse_int=partial(_parse_integer, exact=exact),
             parse_float=_parse_float,
-            parse_constant=_refuse_constant,
+            parse_constant=float if infinite else _refuse_constant,
             object_pairs_hook=_unique_fields,
         )
     except json.JSONDecodeError as error:
@@ -78,13 +79,13 @@ def read_json(
     return value
 
 
-def read_json_file(file: Path, most_bytes: int = 1_000_000, exact: bool = False) -> Any:
+def read_json_file(file: Path, most_bytes: int = 1_000_000, **limits: bool) -> Any:
     """Read a JSON file, but no device, as `read_json` does; `OSError`, `JsonError`."""
     if file.exists() and not file.is_file():
         raise JsonError("no regular file")
     with file.open("rb") as handle:
         data = handle.read(most_bytes + 1)
-    return read_json(data, most_bytes=most_bytes, exact=exact)
+    return read_json(data, most_bytes=most_bytes, **limits)
 
 
 def _check_depth(text: str, most_depth: int) -> None:

@@ -60,7 +60,7 @@ def check_layers(source: str) -> None:
     if not os.path.isfile(file):
         return
     try:
-        config = read_json_file(file)
+        config = read_json_file(file, infinite=True)
     except (OSError, JsonError):
         return  # transformers says what is wrong
     for name, value in _named_numbers(config):

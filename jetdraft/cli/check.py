@@ -299,7 +299,7 @@ def _memory_lines(contract: StepContract) -> Iterator[str]:
     if contract.kv_shapes:
         shapes = sorted(set(contract.kv_shapes))
         heads = " or ".join(f"{heads} x {size}" for heads, size in shapes)
-        yield f"  layers        {len(contract.kv_shapes)}, KV heads {heads}"
+        yield f"  KV layers     {len(contract.kv_shapes)}, KV heads {heads}"
         yield f"  KV buffers    {buffers:.1f} MB"
     if states:
-        yield f"  states        2 x {states:.1f} MB"
+        yield f"  states        {2 * states:.1f} MB, in use and at the prompt's end"

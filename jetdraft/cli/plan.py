@@ -72,7 +72,8 @@ def _encoder(target: Path) -> Encoder | None:
 
 def _print_plan(prediction: plans.Plan, question: plans.Question) -> None:
     click.echo(f"predicted  {prediction.basis}")
-    parts = " + ".join(f"{name} {mb:.0f}" for name, mb in prediction.memory_mb.items())
+    named = prediction.memory_mb.items()
+    parts = " + ".join(f"{name} {mb:.0f}" for name, mb in named if mb)
     click.echo(f"device     {prediction.device}, {prediction.power_mode}")
     fact = f"memory     {prediction.needed_mb:.0f} MB of {prediction.available_mb:.0f} "
     without = "; without the encoder's buffers" * bool(prediction.pictures)

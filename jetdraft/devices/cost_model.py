@@ -5,7 +5,7 @@ ms(width) = fixed + bytes read / bandwidth + (width - 1) * operations per row / 
 
 import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import astuple, dataclass, replace
 from functools import lru_cache
@@ -24,12 +24,19 @@ CONFIG = "config.json"
 # Bytes of a number in a recurrent state; a state is kept twice: now, after the prompt.
 STATE_BYTES, STATE_PLACES = 4, 2
 MAX_SIZE = 10_000_000  # The largest size that a config may have.
-# Sizes that a config must have, and further ones for layers of linear attention.
+# Sizes that a config must have. Layers of linear attention need more: heads of keys and
+# of values, and the size of each. Mamba2 has other names for them, Nemotron-H its own.
 SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 LINEAR_SIZES = (
     *("linear_num_key_heads", "linear_num_value_heads"),
     *("linear_key_head_dim", "linear_value_head_dim"),
 )
+MAMBA_SIZES = ("mamba_n_groups", "mamba_n_heads", "mamba_d_state", "mamba_d_head")
+NEMOTRON_SIZES = ("n_groups", "mamba_num_heads", "ssm_state_size", "mamba_head_dim")
+# The kinds of layers by other names of them; "both" attends beside a recurrence.
+_KIND_NAMES = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
+_KIND_NAMES |= {"mamba": "linear_attention", "attention": "full_attention"}
+_BOTH = "both"
 # Other errors that a config raises whose fields have wrong types.
 _MALFORMED = TypeError, ValueError, AttributeError
 # Bytes of a float on a GPU, and on a CPU.
@@ -44,13 +51,16 @@ Config = Mapping[str, Any]
 _USED = ("num_experts_per_tok", "top_k_experts", "moe_k")
 # The fields that count experts which every token uses, and that give their width.
 _SHARED = ("n_shared_experts", "moe_num_shared_experts", "num_shared_experts")
-_SHARED_SIZE = ("shared_expert_intermediate_size", "shared_intermediate_size")
+_SHARED_SIZE = (
+    *("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"),
+    "shared_intermediate_size",
+)
 # Fields of sizes that a config may lack; each may be 0.
 OPTIONAL = (
     *(*EXPERTS, *_USED, *_SHARED, *_SHARED_SIZE, "moe_intermediate_size"),
     *("global_head_dim", "num_global_key_value_heads", "num_kv_shared_layers"),
     *("hidden_size_per_layer_input", "vocab_size_per_layer_input", "laurel_rank"),
-    *("sliding_window", "altup_num_inputs"),
+    *("sliding_window", "altup_num_inputs", "moe_latent_size"),
 )
 # Sizes of a config by GGUF's names; windows are left out, which only save reading.
 _GGUF_SIZES = {
@@ -123,8 +133,9 @@ class Dimensions(LayerCounts):
             as_error(CheckpointError, OSError, f"cannot read {file}", fix),
             as_error(CheckpointError, JsonError, f"{file} is not JSON", fix),
         ):
-            is_gguf = _is_gguf(file)
-            return cls.of(_read_gguf(file)[0] if is_gguf else read_json_file(file))
+            if _is_gguf(file):
+                return cls.of(_read_gguf(file)[0])
+            return cls.of(read_json_file(file, infinite=True))
 
     @classmethod
     def of(cls, config: dict[str, Any]) -> "Dimensions":
@@ -134,13 +145,17 @@ class Dimensions(LayerCounts):
         """
         whole, config = config, config.get("text_config", config)
         tied = whole.get("tie_word_embeddings", whole.get("tie_embedding"))
-        kinds = config.get("layer_types") or ()
+        blocks = _first(config, ("hybrid_override_pattern", "layers_block_type"))
+        if blocks:  # Nemotron-H: a layer attends, is recurrent or has an MLP
+            blocks = [_KIND_NAMES.get(kind, kind) for kind in blocks]
+            config = {**config, "layers_block_type": blocks}
+            config["num_hidden_layers"] = len(blocks)
         mamba = any(config.get(name) for name in ("mamba_d_state", "ssm_state_size"))
         fact = ""
         if whole.get("is_encoder_decoder"):
             fact = "is of an encoder-decoder, and a plan predicts decoders only"
-        elif mamba and {*kinds} != {"attention"}:
-            fact = "has Mamba layers, whose passes a plan cannot predict"
+        elif mamba and _recurrent_sizes(config) == LINEAR_SIZES:
+            fact = "has Mamba layers of a kind that a plan does not know"
         elif config.get("kv_lora_rank"):
             fact = "has latent attention, whose sizes a plan does not know"
         if fact:
@@ -152,8 +167,8 @@ class Dimensions(LayerCounts):
         inner = inner if config.get(inner) is not None else "intermediate_size"
         layers = config["num_hidden_layers"]  # without it this is no decoder
         _check_sizes(config, (*SIZES, inner))
-        if "linear_attention" in _kinds(config):
-            _check_sizes(config, LINEAR_SIZES)
+        if {"linear_attention", _BOTH} & {*_kinds(config)}:
+            _check_sizes(config, _recurrent_sizes(config))
         hidden, heads = config["hidden_size"], config["num_attention_heads"]
         kv_heads = int(config.get("num_key_value_heads") or heads)
         if heads % kv_heads:
@@ -161,15 +176,16 @@ class Dimensions(LayerCounts):
             fact += "heads of keys and values; give a causal language model's config"
             raise CheckpointError(fact)
         rows = int(config.get("vocab_size_per_layer_input") or config["vocab_size"])
+        counts = count_layers(config)
         return cls(
-            **vars(count_layers(config)),
+            **vars(counts),
             hidden_size=hidden,
             layers=layers,
             head=hidden * config["vocab_size"],
             tied=bool(tied),
             window=int(config.get("sliding_window") or 0),
-            experts=experts,
-            used=used,
+            experts=experts * bool(counts.expert),
+            used=used * bool(counts.expert),
             table=rows * layers * _layer_width(config),
         )
 
@@ -223,15 +239,13 @@ def count_layers(config: Config) -> LayerCounts:
     """Count all layers of a config whose sizes were checked."""
     layers, hidden = config["num_hidden_layers"], config["hidden_size"]
     first_shared = layers - int(config.get("num_kv_shared_layers") or 0)
-    kinds = _kinds(config)
-    order = enumerate(kinds[:layers])
-    counts = [_count_layer(config, i, kind, i >= first_shared) for i, kind in order]
-    total = LayerCounts(*map(sum, zip(*map(astuple, counts), strict=True)))
-    # The projections of embeddings that each layer has, and of Gemma 3n's streams.
-    width = _layer_width(config)
     streams = int(config.get("altup_num_inputs") or 1) - 1
-    more = hidden * layers * width + streams * 2 * hidden * hidden
-    return replace(total, matrices=total.matrices + more)
+    # The projections of embeddings that each layer has, and of Gemma 3n's streams.
+    width = layers * _layer_width(config) + streams * 2 * hidden
+    counts = [LayerCounts(hidden * width)]
+    for index, kind in enumerate(_kinds(config)[:layers]):
+        counts += _layer_parts(config, index, kind, index >= first_shared)
+    return LayerCounts(*map(sum, zip(*map(astuple, counts), strict=True)))
 
 
 def _layer_width(config: Config) -> int:
@@ -242,33 +256,38 @@ def _layer_width(config: Config) -> int:
 
 
 def _kinds(config: Config) -> list[str]:
-    layers, kinds = config["num_hidden_layers"], config.get("layer_types")
-    every = config.get("full_attention_interval")
-    if kinds is None and every:
-        turns = range(1, layers + 1)
-        kinds = ["linear_attention" if n % every else "full_attention" for n in turns]
-    kinds = list(kinds or ["full_attention"] * layers)
+    layers = config["num_hidden_layers"]
+    kinds = _first(config, ("layer_types", "layers_block_type"))
+    attending, every = config.get("attn_layer_indices"), "full_attention_interval"
+    if config.get(every):
+        attending = range(config[every] - 1, layers, config[every])
+    if kinds is None and attending is not None:
+        kinds = ["attention" if n in attending else "mamba" for n in range(layers)]
+    usual = _BOTH if config.get("model_type") == "falcon_h1" else "full_attention"
+    kinds = [_KIND_NAMES.get(kind, kind) for kind in kinds or [usual] * layers]
     if len(kinds) < layers:
         fact = f"the config has {len(kinds)} layer_types for {layers} layers"
         raise CheckpointError(f"{fact}; give a causal language model's config")
     return kinds
 
 
-def _count_layer(config: Config, index: int, kind: str, shares: bool) -> LayerCounts:
+def _layer_parts(
+    config: Config, index: int, kind: str, shares: bool
+) -> Iterator[LayerCounts]:
     hidden = config["hidden_size"]
-    if kind == "linear_attention":
-        mixing = _linear_attention(config)
-    elif kind == "conv":  # three parts, and the output
+    narrow = _layer_width(config) + int(config.get("laurel_rank") or 0)
+    yield LayerCounts(2 * hidden * narrow)
+    if kind == "conv":  # three parts, and the output
         rows = int(config.get("conv_L_cache") or 3) - 1
         kept = {"state_values": rows * hidden, "kept_values": WIDEST * hidden}
-        mixing = LayerCounts(4 * hidden * hidden, **kept)
-    else:
+        yield LayerCounts(4 * hidden * hidden, **kept)
+    if kind in ("linear_attention", _BOTH):
+        yield _linear_attention(config)
+    if kind not in ("linear_attention", "conv", "mlp", "moe"):
         own = (config.get("per_layer_config") or {}).get(str(index), {})
-        mixing = _attention({**config, **own}, kind, shares)
-    matrices, expert = _feed_forward(config, index, shares)
-    narrow = _layer_width(config) + int(config.get("laurel_rank") or 0)
-    matrices += 2 * hidden * narrow
-    return replace(mixing, matrices=mixing.matrices + matrices, expert=expert)
+        yield _attention({**config, **own}, kind, shares)
+    if kind in ("mlp", "moe") or not config.get("layers_block_type"):
+        yield _feed_forward(config, index, shares)
 
 
 def _attention(config: Config, kind: str, shares: bool) -> LayerCounts:
@@ -292,38 +311,50 @@ def _attention(config: Config, kind: str, shares: bool) -> LayerCounts:
     return LayerCounts(hidden * columns * size, **rows)
 
 
+def _recurrent_sizes(config: Config) -> tuple[str, ...]:
+    known = (MAMBA_SIZES, NEMOTRON_SIZES)
+    return next((names for names in known if names[1] in config), LINEAR_SIZES)
+
+
 def _linear_attention(config: Config) -> LayerCounts:
-    """Count q, k, v, the gate and the output, a convolution, and matrices of heads."""
-    heads, size = config["linear_num_value_heads"], config["linear_key_head_dim"]
-    keys = config["linear_num_key_heads"] * size
-    values = heads * config["linear_value_head_dim"]
+    """Count projections, a convolution and states of the delta rule, or of Mamba2."""
+    names = _recurrent_sizes(config)
+    key_heads, heads, size, width = (int(config[name]) for name in names)
+    keys, values = key_heads * size, heads * width
     channels = 2 * keys + values
-    window = int(config.get("linear_conv_kernel_dim") or 4) - 1
-    # Of a row: what enters the convolution, and keys, values and two gates of heads.
-    row = channels + keys + values + 2 * heads
-    matrices = config["hidden_size"] * (2 * keys + 3 * values)
+    kernels = ("linear_conv_kernel_dim", "mamba_d_conv", "conv_kernel")
+    window = int(_first(config, kernels) or 4) - 1
+    # Each head has a decay, and the delta rule a beta as well.
+    gates = heads * (2 if names == LINEAR_SIZES else 1)
+    # Of a row: what enters the convolution, and keys, values and gates of heads.
+    row = channels + keys + values + gates
+    # Queries, keys, values, a gate, the output and the gates of heads.
+    matrices = config["hidden_size"] * (2 * keys + 3 * values + gates)
     state = values * size + window * channels
     return LayerCounts(matrices, state_values=state, kept_values=WIDEST * row)
 
 
-def _feed_forward(config: Config, index: int, shares: bool) -> tuple[int, int]:
-    """Weights of the MLP of a layer that every row reads, and of an expert."""
+def _feed_forward(config: Config, index: int, shares: bool) -> LayerCounts:
     hidden, (experts, _) = config["hidden_size"], experts_of(config)
+    # An MLP of squared ReLUs has no gate.
+    gated = "relu2" not in (config.get("hidden_act"), config.get("mlp_hidden_act"))
+    columns = hidden * (2 + gated)
     if not experts or _is_dense(config, index):
-        return 3 * hidden * _inner_size(config, index, shares), 0
+        return LayerCounts(columns * _inner_size(config, index, shares))
     width = int(config.get("moe_intermediate_size") or config["intermediate_size"])
     beside = _first(config, _SHARED_SIZE)
     if config.get("enable_moe_block"):
         beside = _inner_size(config, index, shares)
     if beside is None:
         beside = width * int(_first(config, _SHARED) or 0)
-    return 3 * hidden * int(beside) + hidden * experts, 3 * hidden * width
+    latent = int(config.get("moe_latent_size") or 0)  # experts work on fewer values
+    matrices = columns * int(beside) + hidden * (experts + 2 * latent)
+    return LayerCounts(matrices, (2 + gated) * (latent or hidden) * width)
 
 
 def _is_dense(config: Config, index: int) -> bool:
-    kinds = config.get("mlp_layer_types")
-    if kinds:
-        return bool(kinds[index] == "dense")
+    if kinds := _first(config, ("mlp_layer_types", "layers_block_type")):
+        return kinds[index] in ("dense", "mlp")
     step = _first(config, ("decoder_sparse_step", "moe_layer_interval")) or 1
     is_dense = index < int(_first(config, _DENSE) or 0) or (index + 1) % step > 0
     return is_dense or index in (config.get("mlp_only_layers") or ())
@@ -331,7 +362,7 @@ def _is_dense(config: Config, index: int) -> bool:
 
 def _inner_size(config: Config, index: int, shares: bool) -> int:
     """The width inside the MLP of a layer, which LFM2 computes from its config."""
-    sizes = config["intermediate_size"]
+    sizes = config.get("shared_intermediate_size") or config["intermediate_size"]
     size = int(sizes[index] if isinstance(sizes, list) else sizes)
     if config.get("block_auto_adjust_ff_dim"):
         part = int(float(config.get("block_ffn_dim_multiplier") or 1) * (2 * size // 3))
@@ -437,6 +468,12 @@ class LoadedDecoder:
         """Bytes of a number in the KV buffers."""
         return self.recipe.kv_bits / 8 or self.float_bytes
 
+    @property
+    def state_mb(self) -> float:
+        """MB of 10^6 bytes of the recurrent states, and of the rows they keep."""
+        values = self.sizes.state_values + self.sizes.kept_values
+        return STATE_PLACES * STATE_BYTES * values / 1e6
+
     def pass_bytes(self, context: int, rows: int = 1) -> float:
         """Return the bytes that a pass reads after `context` tokens."""
         sizes = self.sizes
@@ -453,10 +490,9 @@ class LoadedDecoder:
         # A tied head and embedding of the same format are one tensor.
         embedding = 0.0 if sizes.tied else sizes.head * self.head_bytes
         cache = capacity * (sizes.kv_values + sizes.window_values) * self.kv_bytes
-        cache += STATE_PLACES * (sizes.state_values + sizes.kept_values) * STATE_BYTES
         layers = sizes.matrices + sizes.experts * sizes.expert + sizes.table
         weights = layers * self.weight_bytes + sizes.head * self.head_bytes
-        return (weights + embedding + cache) / 1e6
+        return (weights + embedding + cache) / 1e6 + self.state_mb
 
     def pass_ms(
         self, width: int, context: int, mode: PowerMode, efficiency: Efficiency

@@ -195,7 +195,8 @@ def plan(question: Question) -> Plan:
     efficiency = cost_model.BOUND if on_cpu else fitted[device.compute_capability]
     board = Board(mode, question.context, target, drafter, efficiency)
     methods, widths = ((), (1,)) if on_cpu else (question.methods, WIDTHS)
-    memory = {"target": target.memory_mb(question.context)}
+    memory = {"target": target.memory_mb(question.context) - target.state_mb}
+    memory["states"] = target.state_mb
     memory["runtime"] = cost_model.RUNTIME_MB
     if drafter is not None:
         memory["drafter"] = drafter.memory_mb(question.context)

@@ -15,7 +15,7 @@ from jetdraft.checkpoints import attention
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.contracts.step_contract import StepContract
 from jetdraft.contracts.tensors import FRAMES_PER_SLOT, WIDEST
-from jetdraft.errors import UnsupportedModelError
+from jetdraft.errors import CheckpointError, UnsupportedModelError
 from jetdraft.export.export_options import ExportOptions
 from jetdraft.export.source_step import EncoderStep, SourceStep, source_sizes
 from jetdraft.export.step import Step, dtype_of, exporting, zeros
@@ -88,6 +88,10 @@ def _check_gap(
 ) -> None:
     """Raise `UnsupportedModelError` if logits differ by too much of the largest."""
     seam, own = both
+    if not own.isfinite().all():
+        name = type(model).__name__
+        refusal = f"a weight of this {name} is not finite, or its passes overflow"
+        raise CheckpointError(f"{refusal}; fetch it again, or export with --dtype fp32")
     gap = float((seam - own).abs().max() / own.abs().max().clamp(min=1e-6))
     if wrong or not gap <= TOLERANCE[dtype_of(of)]:
         fact += f" (its logits differ by {gap:.0%})"

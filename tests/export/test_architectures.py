@@ -293,10 +293,15 @@ def test_missing_weights_are_refused(tmp_path):
     save_checkpoint(tmp_path, llama_config(), tokenizer=False)
     file = tmp_path / "model.safetensors"
     weights = load_file(file)
-    del weights["model.layers.1.mlp.down_proj.weight"]
+    matrix = weights.pop("model.layers.1.mlp.down_proj.weight")
     save_file(weights, file, metadata={"format": "pt"})
     with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.down_proj"):
         Checkpoint.load(str(tmp_path), torch.float32)
+    matrix[0, 0] = torch.nan
+    weights["model.layers.1.mlp.down_proj.weight"] = matrix
+    save_file(weights, file, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match="not finite"):
+        _through_the_whole_path(tmp_path, CAPACITY)
 
 
 def test_an_encoder_decoder_beside_the_seams_is_refused(tmp_path):

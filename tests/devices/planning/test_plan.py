@@ -282,32 +282,18 @@ LFM2 |= {"layer_types": ["conv", "full_attention", "conv"]}
 LFM2 |= {"block_auto_adjust_ff_dim": True}
 
 
-def counted(config):
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
-    matrices = [p for p in model.parameters() if p.ndim == 2 and min(p.shape) > 8]
-    return sum(matrix.numel() for matrix in matrices)
+MODELS = [LLAMA, {**LLAMA, "tie_word_embeddings": True}, QWEN, LFM2]
+for group in (HYBRIDS, MIXTURES, SHARING):
+    MODELS += [make().to_dict() for make in group.values()]
 
 
-@cases("config", LLAMA, {**LLAMA, "tie_word_embeddings": True}, QWEN, LFM2)
+@pytest.mark.parametrize("config", MODELS, ids=lambda config: config["model_type"])
 def test_weights_are_those_of_the_model(config):
-    assert Dimensions.of(config).weights == counted(config)
-
-
-OTHERS = {
-    name: config
-    for name, make in (MIXTURES | SHARING).items()
-    if not name.startswith(("granitemoehybrid", "nemotron_h"))
-    for config in [make().to_dict()]
-}
-
-
-@pytest.mark.parametrize("name", OTHERS)
-def test_experts_and_shared_layers_are_those_of_the_model(name):
-    config = dict(OTHERS[name])
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config)).eval()
     named = model.named_parameters()
-    weights = [w for n, w in named if not re.search("bias|in_proj_[ba]", n)]
-    matrices = [w for w in weights if w.ndim > 1 and min(w.shape) > 5]
+    others = r"bias|conv1d|conv\.conv|altup\.|shared_expert_gate"
+    weights = [w for n, w in named if not re.search(others, n)]
+    matrices = [w for w in weights if w.ndim > 1]
     sizes = Dimensions.of(config)
     assert sizes.weights == sum(w.numel() for w in matrices)
     experts = sum(w.numel() for w in matrices if w.ndim == 3)
@@ -338,7 +324,7 @@ def test_a_plan_says_what_a_row_uses_of_a_mixture(config):
 
 def test_shared_buffers_and_windows_count_once_and_as_far_as_they_reach():
     """Layers 4 and 5 read the buffers of others; windows have 8 rows."""
-    sizes = Dimensions.of(OTHERS["gemma4"])
+    sizes = Dimensions.of(SHARING["gemma4"]().to_dict())
     heads = SIZES["num_key_value_heads"]
     assert sizes.window_values == 2 * 2 * heads * 16
     assert sizes.kv_values == 2 * 2 * heads * 32
@@ -360,7 +346,7 @@ def test_the_values_that_a_token_adds_to_the_caches():
     assert Dimensions.of(LFM2).state_values == 2 * 2 * 64
 
 
-@pytest.mark.parametrize("name", ["qwen3_5", "lfm2"])
+@pytest.mark.parametrize("name", HYBRIDS)
 def test_states_are_as_large_as_the_runtime_s(name, tmp_path):
     config = HYBRIDS[name]()
     states = buffer_sizes(load(config, tmp_path / "checkpoint").model).states
@@ -368,11 +354,29 @@ def test_states_are_as_large_as_the_runtime_s(name, tmp_path):
     assert sizes.state_values + sizes.kept_values == sum(map(math.prod, states))
 
 
-def test_mamba_is_refused_by_name():
-    with pytest.raises(UnsupportedModelError, match="Mamba layers"):
+def test_published_configs_name_layers_in_other_ways():
+    nemotron = HYBRIDS["nemotron_h"]().to_dict()
+    pattern = {**nemotron, "hybrid_override_pattern": "M*-"}
+    del pattern["layers_block_type"]
+    assert Dimensions.of(pattern) == Dimensions.of(nemotron)
+    granite = HYBRIDS["granitemoehybrid"]().to_dict()
+    named = {**granite, "layer_types": ["mamba", "attention"]}
+    assert Dimensions.of(named) == Dimensions.of(granite)
+
+
+def test_a_plan_names_its_states(config):
+    target = config(HYBRIDS["granitemoehybrid"]().to_dict())
+    found = plan(ask(target)).memory_mb
+    assert found["states"] == pytest.approx(0.000008 * (128 * 16 + 19 * 192 + 16 * 168))
+    assert "states 0" in jetdraft("plan", target, "--device", "agx-thor").stdout
+    assert "states" not in jetdraft("plan", config(LLAMA), "--device", "agx-thor").stdout
+
+
+def test_mamba_1_is_refused_by_name():
+    with pytest.raises(UnsupportedModelError, match="Mamba layers of a kind"):
         Dimensions.of({**LLAMA, "mamba_d_state": 16})
-    attends = {**LLAMA, "mamba_d_state": 16, "layer_types": ["attention"] * 3}
-    assert Dimensions.of(attends) == Dimensions.of(LLAMA)
+    attends = {**LLAMA, "mamba_n_heads": 4, "layer_types": ["attention"] * 3}
+    assert Dimensions.of({**attends, "mamba_d_state": 16}) == Dimensions.of(LLAMA)
 
 
 def test_a_vision_model_is_its_text_part():
