@@ -3,7 +3,7 @@
 import errno
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any, BinaryIO
@@ -92,12 +92,11 @@ def locked(path: Path, wait: bool = False, create: bool = False) -> Iterator[boo
     with refusing(OutputError(f"{fact}; use jetdraft on Linux"), ImportError):
         import fcntl
     handle = os.open(path, os.O_CREAT | os.O_RDWR if create else os.O_RDONLY, 0o666)
+    is_free = False
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        is_free = True
-    except BlockingIOError:
-        is_free = False
-    try:
+        with suppress(BlockingIOError):
+            fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            is_free = True
         yield is_free
     finally:
         os.close(handle)

@@ -375,12 +375,9 @@ def count_work(source: str, sizes: Sequence[Size]) -> Encoder | None:
                 held.append(sum(t.nbytes for t in tensors))
 
             inputs = map(torch.from_numpy, encoder_inputs(pixels, vision).values())
-            with FlopCounterMode(display=False, custom_mapping=_OPERATIONS) as counter:
-                hook = register_module_forward_hook(note)
-                try:
-                    rows = family.encode(model, *map(mode.from_tensor, inputs))
-                finally:
-                    hook.remove()
+            counter = FlopCounterMode(display=False, custom_mapping=_OPERATIONS)
+            with counter, register_module_forward_hook(note):
+                rows = family.encode(model, *map(mode.from_tensor, inputs))
             return rows, counter.get_total_flops(), max(held)
 
         rows = encode(np.zeros((vision.side, vision.side, 3), np.uint8))[0]

@@ -42,16 +42,17 @@ class RotationInHalves(pattern.RewriteRuleClassBase):  # type: ignore[misc]
         dtype: Any,
     ) -> Any:
         both = op.Concat(angles, angles, axis=-1)
-        turns = [op.Cos(both), op.Sin(both)]
-        if self.given:
-            turns = [both, op.Concat(sines, sines, axis=-1)]
-        if self.casts:
-            turns = [op.Cast(turn, to=dtype) for turn in turns]
+        given = op.Concat(sines, sines, axis=-1) if self.given else None
+        turns = self._turns(op, both, given, dtype)
         cosine, sine = (op.Unsqueeze(turn, [self.axis]) for turn in turns)
         first = op.Slice(x, [0], ends, [3], [1])
         second = op.Slice(x, starts, _allow_other_inputs=True)
         rotated = op.Concat(op.Neg(second), first, axis=-1)
         return x * cosine + rotated * sine
+
+    def _turns(self, op: Any, angles: Any, sines: Any, dtype: Any) -> list[Any]:
+        turns = [angles, sines] if self.given else [op.Cos(angles), op.Sin(angles)]
+        return [op.Cast(turn, to=dtype) for turn in turns] if self.casts else turns
 
     def check(self, _: Any, x: ir.Value, ends: Any, starts: Any, **__: Any) -> Any:
         result = pattern.MatchResult()
@@ -65,11 +66,7 @@ class RotationInHalves(pattern.RewriteRuleClassBase):  # type: ignore[misc]
     def rewrite(
         self, op: Any, x: ir.Value, angles: ir.Value, dtype: Any = None, **more: Any
     ) -> Any:
-        turns = [op.Cos(angles), op.Sin(angles)]
-        if self.given:
-            turns = [angles, more["sines"]]
-        if self.casts:
-            turns = [op.Cast(turn, to=dtype) for turn in turns]
+        turns = self._turns(op, angles, more.get("sines"), dtype)
         settings = {"interleaved": 0, "num_heads": x.shape[self.axis] if x.shape else 0}
         if self.axis == 1:
             return op.RotaryEmbedding(x, *turns, **settings)
@@ -390,27 +387,25 @@ def fuse_norms(graph: ir.Graph) -> None:
             continue
         value, weight = norm.inputs[:2]
         assert value is not None
+        make = Maker(graph, norm)
         add, concat = producer(value, "Add"), producer(value, "Concat")
         joins_probes = concat is not None and producer(concat.inputs[0], "Add")
         if value.name == CUT or joins_probes:
             # Something else reads this sum. Add 0 in the fused norm all the same: the
             # last bits of RMSNormalization differ, and halves must equal the whole.
             dtype = (weight.dtype if weight else None) or ir.DataType.FLOAT
-            make = Maker(graph, norm)
             zero = make.constant("no_skip", [0], dtype.numpy())
-            fused = _skip_norm(norm, value, make("Mul", value, zero))
-            make.add(fused)
-            replace_values([norm.outputs[0]], [fused.outputs[0]])
+            normed, _ = _skip_norm(make, norm, value, make("Mul", value, zero))
+            replace_values([norm.outputs[0]], [normed])
         elif add is not None and _same_shape(*add.inputs):
-            fused = _skip_norm(norm, *add.inputs)
-            graph.insert_before(norm, fused)
-            replace_values(
-                [norm.outputs[0], add.outputs[0]], [fused.outputs[0], fused.outputs[3]]
-            )
+            both = _skip_norm(make, norm, *add.inputs)
+            replace_values([norm.outputs[0], add.outputs[0]], both)
 
 
-def _skip_norm(norm: ir.Node, *added: ir.Value | None) -> ir.Node:
-    """Return a node that adds two values and norms the sum; its output 3 is the sum."""
+def _skip_norm(
+    make: Maker, norm: ir.Node, *added: ir.Value | None
+) -> tuple[ir.Value, ir.Value]:
+    """Add a node that adds two values and norms the sum; return norm and sum."""
     fused = ir.node(
         "SkipSimplifiedLayerNormalization",
         [*added, norm.inputs[1]],
@@ -420,7 +415,8 @@ def _skip_norm(norm: ir.Node, *added: ir.Value | None) -> ir.Node:
     )
     # Outputs 1 and 2 are statistics that only training reads.
     fused.outputs[1].name = fused.outputs[2].name = ""
-    return fused
+    normed, _, _, total = make.add(fused)
+    return normed, total
 
 
 def _same_shape(one: ir.Value | None, other: ir.Value | None) -> bool:

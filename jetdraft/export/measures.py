@@ -70,21 +70,14 @@ def question_prompts(checkpoint: Checkpoint) -> list[list[int]]:
     if checkpoint.tokenizer is None:
         return [[row % checkpoint.vocab_size] for row in range(len(QUESTIONS))]
     encoder = Tokenizer.from_str(checkpoint.tokenizer)
-    texts = _chat_prompts(checkpoint)
-    bare = texts is None  # a template names special tokens itself
+    texts: list[str] = []
+    if checkpoint.chat_template is not None:
+        with contextlib.suppress(OptionError):  # it takes no single message
+            chat = ChatTemplate(checkpoint.chat_template, checkpoint.special_tokens)
+            texts = [chat.render([user_message(question)]) for question in QUESTIONS]
+    bare = not texts  # a template names special tokens itself
     prompts = [encoder.encode(t, add_special_tokens=bare) for t in texts or QUESTIONS]
     return [prompt.ids or [0] for prompt in prompts]
-
-
-def _chat_prompts(checkpoint: Checkpoint) -> list[str] | None:
-    """Render the questions by the chat template; None if it takes no single message."""
-    if checkpoint.chat_template is None:
-        return None
-    try:
-        template = ChatTemplate(checkpoint.chat_template, checkpoint.special_tokens)
-        return [template.render([user_message(question)]) for question in QUESTIONS]
-    except OptionError:
-        return None
 
 
 def _sample_replies(

@@ -1,8 +1,6 @@
 """Checks that a model computes the same through jetdraft's attention and cache."""
 
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -19,6 +17,7 @@ from jetdraft.errors import CheckpointError, UnsupportedModelError
 from jetdraft.export.export_options import ExportOptions
 from jetdraft.export.source_step import EncoderStep, SourceStep, source_sizes
 from jetdraft.export.step import Step, dtype_of, exporting, zeros
+from jetdraft.quant.divergence import own_attention
 from jetdraft.recipe import RUNGS, Recipe
 
 _FEWEST_TOKENS = 24
@@ -64,23 +63,13 @@ def check_seams(model: Any, contract: StepContract) -> None:
     step = Step(model, replace(contract, capacity=tokens, spare_slots=0))
     with exporting(model), torch.no_grad():
         seam_logits, windows = _two_passes(step, ids)
-        with _own_attention(model, attention.IMPLEMENTATION):
+        with own_attention(model, attention.set_attention):
             own_logits = model(input_ids=ids, use_cache=False).logits.float()
     # These tokens are too few to notice a window that the model does not pass on.
     too_wide = window > tokens // 2 and window < contract.capacity and not any(windows)
     fact = "attends in a way that does not reach AttentionInterface"
     _check_gap(model, contract, (seam_logits, own_logits), fact, too_wide)
     _check_last_position(model, contract)
-
-
-@contextmanager
-def _own_attention(model: Any, name: str) -> Iterator[None]:
-    """Let a model attend by transformers' own code in the block, then as `name`."""
-    attention.set_attention(model, "eager")
-    try:
-        yield
-    finally:
-        attention.set_attention(model, name)
 
 
 def _check_gap(
@@ -149,8 +138,8 @@ def source_kv_shapes(model: Any) -> tuple[tuple[int, int], ...]:
     row = torch.zeros(1, 1, dtype=torch.long)
     bins, slots = source_sizes(model)
     source = torch.zeros(1, bins, FRAMES_PER_SLOT * slots) if bins else row
-    own_attention = _own_attention(model, attention.SOURCE_ATTENTION)
-    with exporting(model), own_attention, torch.no_grad():
+    attending = own_attention(model, attention.set_attention)
+    with exporting(model), attending, torch.no_grad():
         caches = model(source, decoder_input_ids=row, use_cache=True).past_key_values
         both = caches.self_attention_cache, caches.cross_attention_cache
         keys = ([layer.keys for layer in cache.layers] for cache in both)
@@ -174,7 +163,7 @@ def check_source_seams(model: Any, contract: StepContract) -> None:
         length = torch.tensor([filled], dtype=torch.int32)
         step = SourceStep(model, contract)
         seam_logits, _ = _two_passes(step, ids, length, *cross)
-        with _own_attention(model, attention.SOURCE_ATTENTION):
+        with own_attention(model, attention.set_attention):
             own_logits = model(source, decoder_input_ids=ids).logits.float()
         limit = position_limit(model)
         if limit is not None and contract.capacity > limit:

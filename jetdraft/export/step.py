@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -167,7 +168,7 @@ def seeing(
     rows = table[(ids - first).clamp(min=0)]
     is_row = (ids >= first)[..., None]
 
-    def see(number: int, states: Tensor) -> Tensor:
+    def see(number: int, module: Any, given: Any, states: Tensor) -> Tensor:
         part = rows[..., number * width : (number + 1) * width]
         if probed is None or not probed.current_pass.below:
             return torch.where(is_row, part if number == 0 else states + part, states)
@@ -177,24 +178,20 @@ def seeing(
     def turned(at: Tensor) -> list[Tensor]:
         return [torch.cat([turn[at]] * 2, -1) for turn in turns]
 
-    hooks = [embed.register_forward_hook(lambda _, given, out: see(0, out))]
-    for number in range(1, table.shape[1] // width):
-        layer = decoder_layers(model)[number - 1]
-        hook = layer.register_forward_hook(lambda _, given, out, n=number: see(n, out))
-        hooks.append(hook)
     own = turned(positions)
-    if turns and probed is not None:
-        probed.turns = own, turned
-    elif turns:
-        (rotary,) = (m for m in model.modules() if hasattr(m, "inv_freq"))
-        hooks.append(rotary.register_forward_hook(lambda *_: own))
-    try:
+    with contextlib.ExitStack() as hooks:
+        seers = [embed, *decoder_layers(model)]
+        for number, module in enumerate(seers[: table.shape[1] // width]):
+            hook = partial(see, number)
+            hooks.enter_context(module.register_forward_hook(hook))
+        if turns and probed is not None:
+            probed.turns = own, turned
+        elif turns:
+            (rotary,) = (m for m in model.modules() if hasattr(m, "inv_freq"))
+            hooks.enter_context(rotary.register_forward_hook(lambda *_: own))
         # Gemma 4 reads padding's embeddings of each layer for a picture.
         padding = model.config.get_text_config().pad_token_id or 0
         yield ids.masked_fill(ids >= first, max(padding, 0))
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def zeros(spec: TensorSpec, *sizes: int) -> Tensor:

@@ -102,14 +102,17 @@ def second_moments(
 
 
 @contextmanager
-def own_attention(model: Any) -> Iterator[None]:
-    """Let a model attend by transformers' own eager code inside the block."""
+def own_attention(
+    model: Any,
+    use: Callable[[Any, str], None] = lambda m, name: m.set_attn_implementation(name),
+) -> Iterator[None]:
+    """Let a model attend by transformers' own eager code, which `use` names to it."""
     implementation = model.config._attn_implementation
-    model.set_attn_implementation("eager")
+    use(model, "eager")
     try:
         yield
     finally:
-        model.set_attn_implementation(implementation)
+        use(model, implementation)
 
 
 class Divergence:

@@ -23,22 +23,20 @@ Array = npt.NDArray[np.generic]
 
 def new_value(spec: TensorSpec) -> ir.Value:
     """Make a graph input or output with the name, type and shape of a declaration."""
-    kind = ir.TensorType(ir.DataType.from_numpy(np.dtype(spec.dtype)))
-    return ir.Value(name=spec.name, shape=ir.Shape(spec.shape), type=kind)
+    return ir.val(spec.name, ir.DataType.from_numpy(np.dtype(spec.dtype)), spec.shape)
 
 
 def initializer(graph: ir.Graph, name: str, array: npt.NDArray[np.generic]) -> ir.Value:
     """Return the constant `name` of a graph; add it, with `array`, if it is missing."""
     if name in graph.initializers:
         return graph.initializers[name]
-    shape, spill = ir.Shape(array.shape), graph.meta.get(SPILL)
+    spill = graph.meta.get(SPILL)
     is_small = array.dtype != np.uint8 or array.nbytes < SPILLED_BYTES
     if spill is None or is_small:
         tensor: ir.TensorProtocol = ir.tensor(array, name=name)
     else:
         tensor = _spilled(name, array, spill)
-    kind = ir.TensorType(tensor.dtype)
-    value = ir.Value(name=name, const_value=tensor, shape=shape, type=kind)
+    value = ir.val(name, const_value=tensor)
     graph.register_initializer(value)
     return value
 
@@ -70,9 +68,8 @@ def add_derived(
         arrays = [constant.numpy() for constant in constants]
         return ir.tensor(function(*arrays), dtype=dtype)
 
-    fixed, kind = ir.Shape(shape), ir.TensorType(dtype)
-    tensor = ir.LazyTensor(read, dtype, fixed, name=name)
-    value = ir.Value(name=name, const_value=tensor, shape=fixed, type=kind)
+    tensor = ir.LazyTensor(read, dtype, ir.Shape(shape), name=name)
+    value = ir.val(name, const_value=tensor)
     names = [source.metadata_props.get(PARAMETER) for source in sources]
     if all(names):
         value.metadata_props[PARAMETER] = "\n".join(name for name in names if name)

@@ -82,12 +82,7 @@ class Quantization:
                 order = make.array(f"{node.outputs[0].name}.order", blocks.order)
                 inputs = make("Gather", node.inputs[0], order, axis=-1)
                 node.replace_input_with(0, inputs)
-            if isinstance(blocks, GridMatrix):
-                packed, read = _add_packed(graph, source, blocks), node.inputs[0]
-                _replace_node(make, node, packed.operator(make, MULTIPLY, read))
-                if source in tables:
-                    quantized[source] = packed
-            elif blocks is not None and self.standard:
+            if isinstance(blocks, Blocks) and self.standard:
                 _dequantize(make, node, source, blocks)
             elif blocks is not None:
                 packed = _replace_product(make, node, source, blocks)
@@ -326,9 +321,12 @@ def routers(graph: ir.Graph) -> Iterator[ir.Node]:
 
 
 def _replace_product(
-    make: Maker, node: ir.Node, source: ir.Value, blocks: Blocks
+    make: Maker, node: ir.Node, source: ir.Value, blocks: Matrix
 ) -> PackedMatrix:
     packed, read = _add_packed(make.graph, source, blocks), node.inputs[0]
+    if isinstance(blocks, GridMatrix):
+        _replace_node(make, node, packed.operator(make, MULTIPLY, read))
+        return packed
     inputs = [read, packed.weight, make.array(f"{source.name}.scales", blocks.scales)]
     if blocks.packed_zeros is not None:
         inputs.append(make.array(f"{source.name}.zeros", blocks.packed_zeros))

@@ -1,7 +1,7 @@
 """Who may use the buffers of a model: a generation, a measurement, or idle work."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from threading import Event, Lock, Thread, get_ident, main_thread
 from weakref import WeakMethod
 
@@ -116,17 +116,14 @@ class Claim:
 
         Raises `JetdraftError` if another holds them, or after `close`.
         """
-        if self._owner == get_ident():
-            with self.register_watcher(watcher):
-                yield
-            return
-        self._acquire()
-        try:
-            with self._idle.paused(), self.register_watcher(watcher):
-                yield
-        finally:
-            self._lock.release()
-            self._idle.start()
+        with ExitStack() as held:
+            if self._owner != get_ident():
+                self._acquire()
+                held.callback(self._idle.start)  # after the release
+                held.callback(self._lock.release)
+                held.enter_context(self._idle.paused())
+            held.enter_context(self.register_watcher(watcher))
+            yield
 
     @contextmanager
     def held(self) -> Iterator[None]:

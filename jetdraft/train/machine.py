@@ -4,7 +4,7 @@ import math
 import os
 import signal
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -54,18 +54,11 @@ def defer_interrupts() -> Iterator[None]:
         raise KeyboardInterrupt
 
 
-class Muon(torch.optim.Optimizer):
-    """`torch.optim.Muon` (2502.16982), in float32 where torch's bfloat16 is slow."""
+class Muon(torch.optim.Muon):
+    """torch's Muon (2502.16982), in float32 where torch's bfloat16 is slow.
 
-    def __init__(
-        self,
-        matrices: Iterable[Tensor],
-        lr: float,
-        weight_decay: float = 0.1,
-        momentum: float = 0.95,
-    ) -> None:
-        options = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum}
-        super().__init__(matrices, options)
+    It always scales as "match_rms_adamw", with torch's default iterations.
+    """
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:

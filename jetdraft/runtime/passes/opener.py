@@ -81,6 +81,7 @@ def check_options(options: LoadOptions) -> None:
 
 Weights = Mapping[str, npt.NDArray[np.generic]]  # By the initializers' names.
 Opened = tuple[StepSessions, Memory, Captures | None]
+_UNCAPTURED = CUDA_OPTIONS | {"enable_cuda_graph": "0"}
 
 
 @dataclass(frozen=True)
@@ -108,8 +109,7 @@ class Opener:
         if entry.contract.picture_size and self.bundle.vision:
             vision = self.bundle.vision
             # Kept rows must have the bits of rows that are encoded again.
-            own = CUDA_OPTIONS | {"enable_cuda_graph": "0"}
-            options = own if self.provider.name == "cuda" else None
+            options = _UNCAPTURED if self.provider.name == "cuda" else None
             opening = partial(self.session, vision.file, options=options)
             graph.pictures = PictureRows(opening, vision, entry.contract, memory)
         return graph
@@ -140,10 +140,9 @@ class Opener:
         if self.provider.memory == "cpu":
             return open_session(path, "cpu")
         # CUDA has the same device memory, and a TensorRT engine copies no faster.
-        options = WEBGPU_OPTIONS
-        if self.provider.memory == "cuda":
-            options = CUDA_OPTIONS | {"enable_cuda_graph": "0"}
-        return open_session(path, self.provider.memory, provider_options=options)
+        device = self.provider.memory
+        options = _UNCAPTURED if device == "cuda" else WEBGPU_OPTIONS
+        return open_session(path, device, provider_options=options)
 
     def _open_on_cpu(self, entry: GraphEntry, weights: Weights) -> Opened:
         """Open one session; two hold the packed weights twice (docs/log/runtime.md)."""

@@ -1,8 +1,8 @@
 """All methods of drafting: jetdraft's own, and other packages' (`jetdraft.methods`)."""
 
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
@@ -61,14 +61,8 @@ def methods_of(bundle: Bundle) -> tuple[str, ...]:
     return (NONE, *own)
 
 
-@contextmanager
-def registered(method: Method[Any]) -> Iterator[None]:
+def registered(method: Method[Any]) -> AbstractContextManager[Any]:
     """Register a method inside the block, for example in a test or a benchmark."""
-    table = _load_methods()
-    before = dict(table)
-    table[method.name] = method
-    try:
-        yield
-    finally:
-        table.clear()
-        table.update(before)
+    from unittest.mock import patch
+
+    return patch.dict(_load_methods(), {method.name: method})
