@@ -9,7 +9,7 @@ import pytest
 from gguf import GGMLQuantizationType as Type
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from jetdraft import CheckpointError, DeviceError, OptionError, UnsupportedModelError
+from jetdraft import CheckpointError, DeviceError, OptionError
 from jetdraft.devices.cost_model import (
     FITTED,
     Dimensions,
@@ -337,51 +337,33 @@ def test_shared_buffers_and_windows_count_once_and_as_far_as_they_reach():
     )
 
 
-def test_the_values_that_a_token_adds_to_the_caches():
-    assert Dimensions.of(LLAMA).kv_values == 3 * 2 * 2 * 16
-    hybrid = Dimensions.of(QWEN)
-    assert hybrid.kv_values == 1 * 2 * 2 * 32
-    assert hybrid.state_values == 3 * (4 * 16 * 16 + 3 * (2 * 32 + 64))
-    assert Dimensions.of(LFM2).kv_values == 1 * 2 * 2 * 16
-    assert Dimensions.of(LFM2).state_values == 2 * 2 * 64
-
-
-@pytest.mark.parametrize("name", HYBRIDS)
-def test_states_are_as_large_as_the_runtime_s(name, tmp_path):
-    config = HYBRIDS[name]()
-    states = buffer_sizes(load(config, tmp_path / "checkpoint").model).states
+@pytest.mark.parametrize(
+    "make", [llama_config, *HYBRIDS.values()], ids=["llama", *HYBRIDS]
+)
+def test_buffers_are_as_large_as_the_runtime_s(make, tmp_path):
+    config = make()
+    buffers = buffer_sizes(load(config, tmp_path / "checkpoint").model)
     sizes = Dimensions.of(config.to_dict())
-    assert sizes.state_values + sizes.kept_values == sum(map(math.prod, states))
+    assert sizes.kv_values == sum(2 * heads * size for heads, size in buffers.kv_shapes)
+    assert sizes.state_values + sizes.kept_values == sum(map(math.prod, buffers.states))
+
+
+GRANITE, NEMOTRON = (HYBRIDS[n]().to_dict() for n in ("granitemoehybrid", "nemotron_h"))
 
 
 def test_published_configs_name_layers_in_other_ways():
-    nemotron = HYBRIDS["nemotron_h"]().to_dict()
-    pattern = {**nemotron, "hybrid_override_pattern": "M*-"}
-    del pattern["layers_block_type"]
-    assert Dimensions.of(pattern) == Dimensions.of(nemotron)
-    granite = HYBRIDS["granitemoehybrid"]().to_dict()
-    named = {**granite, "layer_types": ["mamba", "attention"]}
-    assert Dimensions.of(named) == Dimensions.of(granite)
+    named = {**GRANITE, "layer_types": ["mamba", "attention"]}
+    assert Dimensions.of(named) == Dimensions.of(GRANITE)
+    pattern = {**NEMOTRON, "layers_block_type": None, "hybrid_override_pattern": "M*-"}
+    assert Dimensions.of(pattern) == Dimensions.of(NEMOTRON)
 
 
-def test_a_plan_names_its_states(config):
-    target = config(HYBRIDS["granitemoehybrid"]().to_dict())
-    found = plan(ask(target)).memory_mb
-    assert found["states"] == pytest.approx(0.000008 * (128 * 16 + 19 * 192 + 16 * 168))
-    assert "states 0" in jetdraft("plan", target, "--device", "agx-thor").stdout
-    assert "states" not in jetdraft("plan", config(LLAMA), "--device", "agx-thor").stdout
-
-
-def test_mamba_1_is_refused_by_name():
-    with pytest.raises(UnsupportedModelError, match="Mamba layers of a kind"):
-        Dimensions.of({**LLAMA, "mamba_d_state": 16})
-    attends = {**LLAMA, "mamba_n_heads": 4, "layer_types": ["attention"] * 3}
-    assert Dimensions.of({**attends, "mamba_d_state": 16}) == Dimensions.of(LLAMA)
-
-
-def test_a_vision_model_is_its_text_part():
-    whole = {"text_config": LLAMA, "vision_config": {"hidden_size": 999}}
-    assert Dimensions.of(whole) == Dimensions.of(LLAMA)
+@cases("fields, states", (GRANITE, 128 * 16 + 19 * 192 + 16 * 168), (LLAMA, 0))
+def test_a_plan_names_its_states(config, fields, states):
+    target = config(fields)
+    assert plan(ask(target)).memory_mb["states"] == pytest.approx(8e-6 * states)
+    shown = jetdraft("plan", target, "--device", "agx-thor").stdout
+    assert ("states" in shown) == bool(states)
 
 
 @cases(
@@ -420,18 +402,25 @@ def test_bytes_of_a_recipe(name, layers, head):
     ('{"is_encoder_decoder": true}', "a plan predicts decoders only"),
     ("{}", "does not describe a decoder"),
     ('{"text_config": 5}', "does not describe a decoder"),
-    (json.dumps({**LLAMA, "hidden_size": "x"}), "hidden_size is 'x'"),
+    ({"hidden_size": "x"}, "hidden_size is 'x'"),
+    ({"num_experts": 8}, "does not say how many of them a token uses"),
+    ({"n_routed_experts": 64}, "mixture of experts"),
+    ({"mamba_d_state": 16}, "Mamba layers of a kind"),
 )
-def test_files_that_are_not_configs(tmp_path, content, match):
-    (tmp_path / "config.json").write_text(content)
+def test_files_that_are_not_configs_of_known_models(tmp_path, content, match):
+    whole = content if isinstance(content, str) else json.dumps({**LLAMA, **content})
+    (tmp_path / "config.json").write_text(whole)
     with pytest.raises(CheckpointError, match=match):
         Dimensions.read(tmp_path)
 
 
-def test_a_mixture_must_say_how_many_experts_a_token_uses_and_one_is_none():
-    assert Dimensions.of({**LLAMA, "num_experts": 1})
-    assert Dimensions.of({**LLAMA, "num_experts": 8, "is_moe": False})
-    with pytest.raises(UnsupportedModelError, match="how many of them"):
-        Dimensions.of({**LLAMA, "num_experts": 8})
-    with pytest.raises(UnsupportedModelError, match="mixture of experts"):
-        Dimensions.of({**LLAMA, "n_routed_experts": 64})
+VISION = {"text_config": LLAMA, "vision_config": {"hidden_size": 999}}
+ATTENTION = {"mamba_d_state": 16, "mamba_n_heads": 4, "layer_types": ["attention"] * 3}
+
+
+MOE = {"num_experts": 8, "is_moe": False}
+
+
+@cases("fields", VISION, ATTENTION, MOE, {"num_experts": 1})
+def test_fields_of_parts_that_are_not_there_change_nothing(fields):
+    assert Dimensions.of({**LLAMA, **fields}) == Dimensions.of(LLAMA)
