@@ -44,7 +44,8 @@ def read_json(
     Raises `JsonError` for more than `most_bytes` of UTF-8, for arrays and objects
     nested deeper than `most_depth`, and for what JSON or other programs cannot
     hold: NaN and Infinity unless `infinite`, integers beyond 64 bits unless `exact`,
-    lone surrogates, and objects with the same key twice. Checks the depth first.
+    lone surrogates, and objects with the same key twice. Checks the depth before it
+    parses.
 
     read_json("[1e999]")           # JsonError: a number is too large: 1e999
     """

@@ -77,10 +77,9 @@ class GgufFile:
         if not beginning:
             raise CheckpointError(f"{printable(self.path)} is empty; fetch it again")
         if beginning != _MAGIC:
-            raise CheckpointError(
-                f"{printable(self.path)} is not a GGUF file, it begins with "
-                f"{beginning!r}; give a GGUF file, or the folder of a checkpoint"
-            )
+            fact = f"{printable(self.path)} is not a GGUF file, it begins with "
+            fix = "give a GGUF file, or the folder of a checkpoint"
+            raise CheckpointError(f"{fact}{beginning!r}; {fix}")
 
     def _check_supported(self) -> None:
         parts = self.field("split.count")
@@ -302,10 +301,8 @@ class GgufFile:
             packed.blocks[name] = kept
             packed.forms[name] = f"{grid.grid} {how}"
             if not np.isfinite(floats).all():
-                raise CheckpointError(
-                    f"the weight {tensor.name} of {self.source} has scales that are "
-                    "not finite; fetch the file again"
-                )
+                fact = f"the weight {tensor.name} of {self.source} has scales that are "
+                raise CheckpointError(f"{fact}not finite; fetch the file again")
             packed.floats[name] = torch.from_numpy(floats.T).half()
             return
         floats = self._dequantize(tensor, tensor.data)

@@ -179,10 +179,8 @@ def ids_from_d2t(
         )
     named = ids.sort().values
     if marked is not None and not torch.equal(marked.nonzero().flatten(), named):
-        raise CheckpointError(
-            f"d2t and t2d of {source} name different tokens, so the map was perhaps "
-            "never set; fetch it again"
-        )
+        fact = f"d2t and t2d of {source} name different tokens"
+        raise CheckpointError(f"{fact}, as if the map was never set; fetch it again")
     return ids
 
 

@@ -306,10 +306,9 @@ def _check_loaded(
 ) -> None:
     if info["mismatched_keys"]:
         name, stored, expected = sorted(info["mismatched_keys"])[0]
-        raise CheckpointError(
-            f"the weights of {source} do not fit its config.json ({name} is "
-            f"{list(stored)}, expected {list(expected)}); fetch it again"
-        )
+        fact = f"the weights of {source} do not fit its config.json ({name} is "
+        fact += f"{list(stored)}, expected {list(expected)})"
+        raise CheckpointError(f"{fact}; fetch it again")
     if info["missing_keys"]:
         first, count = min(info["missing_keys"]), len(info["missing_keys"])
         fact = f"{source} lacks the weights {first!r} of its config ({count} in all)"

@@ -27,7 +27,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from jetdraft.checkpoints.streams import WEIGHTS as STREAM_WEIGHTS
-from jetdraft.errors import CheckpointError, UnsupportedModelError
+from jetdraft.errors import CheckpointError, UnsupportedModelError, as_error
 from jetdraft.quant.blocks import Blocks, Bytes, Floats, Order, into_blocks, unpack
 from jetdraft.quant.grids import Matrix
 from jetdraft.quant.stored import GridStack, StoredTensor
@@ -69,24 +69,20 @@ class PackedWeights:
             layers.setdefault(prefix, {})[part] = tensor
         for prefix, parts in layers.items():
             name = f"{prefix.removesuffix('.weight')}.weight"
+            weight, fix = f"the weight {name} of {folder}", "fetch the checkpoint again"
+            malformed = f"{weight} is not as {method} writes it"
             try:
-                matrix = LAYER_READERS[method](parts, settings)
+                with as_error(CheckpointError, _MALFORMED_ERRORS, malformed, fix):
+                    matrix = LAYER_READERS[method](parts, settings)
             except _UnsupportedFormError as error:
-                raise UnsupportedModelError(
-                    f"the weight {name} of {folder} {error}, which MatMulNBits cannot "
-                    "hold; choose another quantized checkpoint, or one without"
-                ) from None
-            except _MALFORMED_ERRORS as error:
-                raise CheckpointError(
-                    f"the weight {name} of {folder} is not as {method} writes it "
-                    f"({error}); fetch the checkpoint again"
-                ) from error
+                fact = f"{weight} {error}, which MatMulNBits cannot hold; choose "
+                fact += "another quantized checkpoint, or one without"
+                raise UnsupportedModelError(fact) from None
             if matrix is None:
                 floats |= {f"{prefix}.{part}": x for part, x in parts.items()}
                 continue
             if not np.isfinite(matrix.scales).all():
-                fact = f"the weight {name} of {folder} has scales that are not finite"
-                raise CheckpointError(f"{fact}; fetch the checkpoint again")
+                raise CheckpointError(f"{weight} has scales that are not finite; {fix}")
             blocks[name] = matrix
             floats[name] = torch.from_numpy(matrix.floats.T).half()
             if "bias" in parts:

@@ -65,9 +65,9 @@ def check_layers(source: str) -> None:
         return  # transformers says what is wrong
     for name, value in _named_numbers(config):
         if name in LAYER_COUNT_FIELDS and value > MAX_LAYERS:
+            fact = f"{printable(file)} has {printable(name, 60)} {value}, and at most "
             raise CheckpointError(
-                f"{printable(file)} has {printable(name, 60)} {value}, and at most "
-                f"{MAX_LAYERS} layers are built; fetch it again"
+                f"{fact}{MAX_LAYERS} layers are built; fetch it again"
             )
 
 
@@ -263,10 +263,9 @@ def check_unread(source: str, read: Collection[str], unread: Collection[str]) ->
         elif number > last.get(stack, number) and (stack, number) not in modules:
             surplus = f"{last[stack] + 1} such layers"
         if surplus:
-            raise CheckpointError(
-                f"{source} has the weight {printable(name, 100)}, and its config.json "
-                f"describes {surplus}; fetch config.json again"
-            )
+            fact = f"{source} has the weight {printable(name, 100)}, and its "
+            fact += f"config.json describes {surplus}"
+            raise CheckpointError(f"{fact}; fetch config.json again")
 
 
 def _numbered_weights(names: Iterable[str]) -> Iterator[tuple[str, int, str]]:

@@ -15,7 +15,7 @@ from typing import Any
 from jetdraft import errors
 from jetdraft.contracts.tensors import EXPERTS, WIDEST
 from jetdraft.devices.device import PowerMode
-from jetdraft.errors import CheckpointError, UnsupportedModelError, as_error
+from jetdraft.errors import CheckpointError, UnsupportedModelError, as_error, printable
 from jetdraft.manifest import MANIFEST
 from jetdraft.parsing import JsonError, read_json_file
 from jetdraft.recipe import GRIDS, HEAD, SYMMETRIC, Recipe
@@ -33,10 +33,16 @@ LINEAR_SIZES = (
 )
 MAMBA_SIZES = ("mamba_n_groups", "mamba_n_heads", "mamba_d_state", "mamba_d_head")
 NEMOTRON_SIZES = ("n_groups", "mamba_num_heads", "ssm_state_size", "mamba_head_dim")
-# The kinds of layers by other names of them; "both" attends beside a recurrence.
+# The rows that a convolution sees.
+KERNELS = ("linear_conv_kernel_dim", "mamba_d_conv", "conv_kernel", "conv_L_cache")
+# Other names of kinds of layers.
 _KIND_NAMES = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
 _KIND_NAMES |= {"mamba": "linear_attention", "attention": "full_attention"}
-_BOTH = "both"
+_BOTH = "both"  # A layer that attends beside a recurrence.
+# All kinds that a plan counts, and what to do about others.
+_KNOWN = {*_KIND_NAMES.values(), _BOTH, "conv"}
+_KNOWN |= {"sliding_attention", "chunked_attention"}
+_MEASURE = "export the model and measure it on the device"
 # Other errors that a config raises whose fields have wrong types.
 _MALFORMED = TypeError, ValueError, AttributeError
 # Bytes of a float on a GPU, and on a CPU.
@@ -125,9 +131,8 @@ class Dimensions(LayerCounts):
             fact = f"{path} is a bundle, and a plan reads checkpoints"
             fix = "give the folder or the config.json that it was exported from"
             raise CheckpointError(f"{fact}; {fix}")
-        fact, fix = f"{file} does not describe a decoder", "give a config.json"
-        more = "give the config.json or the GGUF file of a causal language model"
-        refusal = CheckpointError(f"{fact}; {more}")
+        fix = "give the config.json or the GGUF file of a causal language model"
+        refusal = CheckpointError(f"{file} does not describe a decoder; {fix}")
         with (
             errors.refusing(refusal, LookupError, ArithmeticError, *_MALFORMED),
             as_error(CheckpointError, OSError, f"cannot read {file}", fix),
@@ -143,13 +148,8 @@ class Dimensions(LayerCounts):
 
         Raises `CheckpointError`, or `UnsupportedModelError` for what no plan predicts.
         """
-        whole, config = config, config.get("text_config", config)
+        whole, config = config, _usual_names(config.get("text_config", config))
         tied = whole.get("tie_word_embeddings", whole.get("tie_embedding"))
-        blocks = _first(config, ("hybrid_override_pattern", "layers_block_type"))
-        if blocks:  # Nemotron-H: a layer attends, is recurrent or has an MLP
-            blocks = [_KIND_NAMES.get(kind, kind) for kind in blocks]
-            config = {**config, "layers_block_type": blocks}
-            config["num_hidden_layers"] = len(blocks)
         mamba = any(config.get(name) for name in ("mamba_d_state", "ssm_state_size"))
         fact = ""
         if whole.get("is_encoder_decoder"):
@@ -159,8 +159,7 @@ class Dimensions(LayerCounts):
         elif config.get("kv_lora_rank"):
             fact = "has latent attention, whose sizes a plan does not know"
         if fact:
-            fix = "export the model and measure it on the device"
-            raise UnsupportedModelError(f"the config {fact}; {fix}")
+            raise UnsupportedModelError(f"the config {fact}; {_MEASURE}")
         tied = config.get("tie_word_embeddings", False) if tied is None else tied
         experts, used = experts_of(config)
         inner = "moe_intermediate_size" if experts else "intermediate_size"
@@ -208,8 +207,22 @@ class Dimensions(LayerCounts):
         return self.matrices + self.experts * (1 - spared) * self.expert
 
 
+def _usual_names(config: dict[str, Any]) -> dict[str, Any]:
+    """Give the fields of LFM2 and of Nemotron-H the names that others have."""
+    if "block_ff_dim" in config:
+        own = {"intermediate_size": config["block_ff_dim"]}
+        config = {"tie_word_embeddings": True, **config, **own}
+    # A layer of Nemotron-H attends, is recurrent or has an MLP.
+    blocks = _first(config, ("layers_block_type", "hybrid_override_pattern"))
+    if blocks is not None:
+        kinds = [_KIND_NAMES.get(kind, kind) for kind in blocks]
+        own = {"layers_block_type": kinds, "num_hidden_layers": len(kinds)}
+        config = {"head_dim": 128, **config, **own}
+    return config
+
+
 def _check_sizes(config: dict[str, Any], needed: tuple[str, ...]) -> None:
-    optional = ("num_key_value_heads", "head_dim", "full_attention_interval")
+    optional = ("num_key_value_heads", "head_dim", "full_attention_interval", *KERNELS)
     present = [n for n in (*optional, *OPTIONAL) if config.get(n) is not None]
     for name in (*needed, *present):
         value, least = config.get(name), int(name not in OPTIONAL)
@@ -228,10 +241,9 @@ def experts_of(config: Config) -> tuple[int, int]:
         return 0, 0
     used = _first(config, _USED)
     if type(used) is not int or not 1 <= used <= most:
-        raise UnsupportedModelError(
-            "the config is of a mixture of experts, and does not say how many of them "
-            f"a token uses ({', '.join(_USED)}); give a model's whole config.json"
-        )
+        fact = "the config is of a mixture of experts, and does not say how many of "
+        fact += f"them a token uses ({', '.join(_USED)})"
+        raise UnsupportedModelError(f"{fact}; give a model's whole config.json")
     return most, used
 
 
@@ -257,15 +269,23 @@ def _layer_width(config: Config) -> int:
 
 def _kinds(config: Config) -> list[str]:
     layers = config["num_hidden_layers"]
+    # Where a config names no kinds, it says which layers attend, or how often they do.
+    never = _recurrent_sizes(config) is not LINEAR_SIZES
+    usual = 4 if LINEAR_SIZES[0] in config else layers + 1 if never else 1
+    every = config.get("full_attention_interval") or usual
+    attending = _first(config, ("attn_layer_indices", "full_attn_idxs"))
+    if attending is None:
+        attending = range(every - 1, layers, every)
+    other = "conv" if "full_attn_idxs" in config else "linear_attention"
+    other = _BOTH if config.get("model_type") == "falcon_h1" else other
+    own = ["full_attention" if n in attending else other for n in range(layers)]
     kinds = _first(config, ("layer_types", "layers_block_type"))
-    attending, every = config.get("attn_layer_indices"), "full_attention_interval"
-    if config.get(every):
-        attending = range(config[every] - 1, layers, config[every])
-    if kinds is None and attending is not None:
-        kinds = ["attention" if n in attending else "mamba" for n in range(layers)]
-    usual = _BOTH if config.get("model_type") == "falcon_h1" else "full_attention"
-    kinds = [_KIND_NAMES.get(kind, kind) for kind in kinds or [usual] * layers]
-    if len(kinds) < layers:
+    kinds = [_KIND_NAMES.get(kind, kind) for kind in (own if kinds is None else kinds)]
+    for kind in kinds:
+        if kind not in _KNOWN:
+            fact = f"the config has layers of a kind that a plan does not know ({kind})"
+            raise UnsupportedModelError(f"{printable(fact, 120)}; {_MEASURE}")
+    if len(kinds) != layers:
         fact = f"the config has {len(kinds)} layer_types for {layers} layers"
         raise CheckpointError(f"{fact}; give a causal language model's config")
     return kinds
@@ -322,8 +342,7 @@ def _linear_attention(config: Config) -> LayerCounts:
     key_heads, heads, size, width = (int(config[name]) for name in names)
     keys, values = key_heads * size, heads * width
     channels = 2 * keys + values
-    kernels = ("linear_conv_kernel_dim", "mamba_d_conv", "conv_kernel")
-    window = int(_first(config, kernels) or 4) - 1
+    window = int(_first(config, KERNELS) or 4) - 1
     # Each head has a decay, and the delta rule a beta as well.
     gates = heads * (2 if names == LINEAR_SIZES else 1)
     # Of a row: what enters the convolution, and keys, values and gates of heads.
@@ -336,8 +355,9 @@ def _linear_attention(config: Config) -> LayerCounts:
 
 def _feed_forward(config: Config, index: int, shares: bool) -> LayerCounts:
     hidden, (experts, _) = config["hidden_size"], experts_of(config)
-    # An MLP of squared ReLUs has no gate.
-    gated = "relu2" not in (config.get("hidden_act"), config.get("mlp_hidden_act"))
+    # An MLP of squared ReLUs has no gate, but for BitNet.
+    squares = "relu2" in (config.get("hidden_act"), config.get("mlp_hidden_act"))
+    gated = not squares or config.get("model_type") == "bitnet"
     columns = hidden * (2 + gated)
     if not experts or _is_dense(config, index):
         return LayerCounts(columns * _inner_size(config, index, shares))

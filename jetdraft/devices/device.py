@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from jetdraft.errors import DeviceError, OptionError, check_choice
+from jetdraft.errors import DeviceError, OptionError, as_error, check_choice
 from jetdraft.parsing import Rule, one_of, read_record
 from jetdraft.recipe import Recipe
 
@@ -77,24 +77,19 @@ class Device:
     @classmethod
     def read(cls, file: Path) -> "Device":
         """Read a profile; raises `DeviceError` if the file is not a profile."""
-        try:
-            table = tomllib.loads(file.read_text(encoding="utf-8"))
+        fact = f"{file} is not a device profile"
+        fix = f"compare it with the others in {PROFILES_FOLDER}"
+        with as_error(DeviceError, OSError, f"cannot read {file}", fix):
+            text = file.read_bytes()
+        with as_error(DeviceError, (ValueError, OptionError), fact, fix):
+            table = tomllib.loads(text.decode("utf-8"))
             device: Device = read_record(cls, {"name": file.stem, **table})
             Recipe.parse(device.recipe)
             return device
-        except OSError as error:
-            raise DeviceError(f"cannot read {file} ({error.strerror})") from error
-        except (ValueError, OptionError) as error:
-            fact = f"{file} is not a device profile ({error})"
-            fix = f"compare it with the others in {PROFILES_FOLDER}"
-            raise DeviceError(f"{fact}; {fix}") from error
 
     def power_mode(self, name: str | None = None) -> PowerMode:
         """A power mode by name, or the first; raises `DeviceError` if unknown."""
-        if name is None:
-            return self.power_modes[0]
-        for mode in self.power_modes:
-            if mode.name == name:
-                return mode
-        names = ", ".join(mode.name for mode in self.power_modes)
-        raise DeviceError(f"{self.name} has no power mode {name!r}; choose {names}")
+        modes = {mode.name: mode for mode in self.power_modes}
+        name = self.power_modes[0].name if name is None else name
+        check_choice(DeviceError, "power mode", name, modes)
+        return modes[name]

@@ -38,10 +38,9 @@ def read_adapter(folder: Path, model: Any) -> Pairs:
         config = dict(read_json_file(folder / "adapter_config.json"))
         kinds = [field for field in _REFUSED if config.get(field)]
         if config.get("peft_type") != "LORA" or kinds:
-            raise CheckpointError(
-                f"{folder} has {', '.join(kinds) or 'no LoRA'}, and only plain LoRA of "
-                "linear layers changes a bundle's target; merge it into the checkpoint"
-            )
+            fact = f"{folder} has {', '.join(kinds) or 'no LoRA'}, and only plain LoRA "
+            fact += "of linear layers changes a bundle's target"
+            raise CheckpointError(f"{fact}; merge it into the checkpoint")
         alpha, is_rooted = float(config["lora_alpha"]), config.get("use_rslora")
         parts = load_file(folder / "adapter_model.safetensors")
         layers, pairs = dict(model.named_modules()), dict[str, tuple[Tensor, Tensor]]()
@@ -50,10 +49,9 @@ def read_adapter(folder: Path, model: Any) -> Pairs:
             name = found[1] if found else ""
             low, high = (parts.get(f"{start}.lora_{side}.weight") for side in "AB")
             if low is None or high is None or not _fits(layers.get(name), low, high):
-                raise CheckpointError(
-                    f"{folder} has the weight {printable(key, 100)}, which fits no "
-                    "linear layer of the target; give an adapter of this target"
-                )
+                fact = f"{folder} has the weight {printable(key, 100)}, which fits no "
+                fix = "give an adapter of this target"
+                raise CheckpointError(f"{fact}linear layer of the target; {fix}")
             scale = alpha / (math.sqrt(len(low)) if is_rooted else len(low))
             pairs[f"{name}.weight"] = low.T.float(), high.T.float() * scale
     return pairs
@@ -94,10 +92,9 @@ def add_adapters(
             total.replace_input_with(0, product)
             product.name = product.name or f"{start}.product"
     if missing:
-        raise UnsupportedModelError(
-            f"the weight {min(missing)} is read by no product of the graph, so LoRA "
-            "cannot be added to it at run time; merge it into the checkpoint"
-        )
+        fact = f"the weight {min(missing)} is read by no product of the graph, so LoRA "
+        fact += "cannot be added to it at run time"
+        raise UnsupportedModelError(f"{fact}; merge it into the checkpoint")
     graph.sort()
 
 

@@ -75,12 +75,15 @@ def check_seams(model: Any, contract: StepContract) -> None:
 def _check_gap(
     model: Any, of: StepContract, both: tuple[Tensor, Tensor], fact: str, wrong: bool
 ) -> None:
-    """Raise `UnsupportedModelError` if logits differ by too much of the largest."""
+    """Raise `UnsupportedModelError` if logits differ by too much of the largest.
+
+    Raises `CheckpointError` if they are not finite.
+    """
     seam, own = both
     if not own.isfinite().all():
-        name = type(model).__name__
-        refusal = f"a weight of this {name} is not finite, or its passes overflow"
-        raise CheckpointError(f"{refusal}; fetch it again, or export with --dtype fp32")
+        fact = "gives logits that are not finite, as with a weight that is NaN"
+        fix = "fetch it again, or export with --dtype fp32"
+        raise CheckpointError(f"{type(model).__name__} {fact}; {fix}")
     gap = float((seam - own).abs().max() / own.abs().max().clamp(min=1e-6))
     if wrong or not gap <= TOLERANCE[dtype_of(of)]:
         fact += f" (its logits differ by {gap:.0%})"

@@ -259,7 +259,7 @@ def buffer_sizes(model: Any) -> Sizes:
     state = run_one_row(model, run)
     layers = model.config.get_text_config(decoder=True).num_hidden_layers
     numbers, states = sorted(state.windows), state.states
-    if not states.present and numbers != list(range(layers)):
+    if not layers or (not states.present and numbers != list(range(layers))):
         fact = f"attends in {len(numbers)} of its {layers} layers"
         raise UnsupportedModelError.of(model, fact)
     return Sizes(

@@ -18,6 +18,7 @@ from jetdraft.contracts.step_contract import STATE_ROWS
 from jetdraft.methods.glide.module import Assistant
 from jetdraft.runtime.measured.survey import Survey
 from jetdraft.runtime.passes.binding import PassBinding
+from jetdraft.runtime.planning.controller import AdaptiveController
 from tests import cases, edit_json, programs, same_text, tiny
 from tests.checkpoints.heads import layouts
 from tests.checkpoints.heads import test_acceptance_gate as gate
@@ -129,6 +130,17 @@ def test_a_continued_text_is_not_read_again(model):
         assert result.token_ids == fresh.token_ids
         reused.append(result.stats.reused_tokens)
     assert reused == [len(sequence) - 1, len(PROMPT) - 1, 0]
+
+
+def test_no_pass_branches(model, monkeypatch):
+    branching, own = [], AdaptiveController._promises
+
+    def note(self, *given):
+        return branching.append(self.branching) or own(self, *given)
+
+    monkeypatch.setattr(AdaptiveController, "_promises", note)
+    model.generate(token_ids=PROMPT, method="trigram", max_new_tokens=16)
+    assert {*branching} == {False}
 
 
 def test_two_sessions_share_nothing(model):

@@ -341,7 +341,8 @@ class Planner:
             return FixedController(chosen[0], count)
         given = chosen, self.parts.curve, self.acceptance, self.widths(drafting)
         ends_at_gap = self.parts.widths.ends_at_gap(drafting.exact)
-        branching = self._trees_agree(drafting) and all(o.may_branch for o in options)
+        branches = self.parts.target.contract.tree and self._trees_agree(drafting)
+        branching = branches and all(option.may_branch for option in options)
         rules = ends_at_gap, branching, self._profits[drafting.names]
         return AdaptiveController(*given, count or MAX_DRAFT_TOKENS, *rules)
 

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any
 from uuid import uuid4
 
-from jetdraft.errors import OptionError
+from jetdraft.errors import OptionError, as_error
 from jetdraft.parsing import read_json
 from jetdraft.runtime.text import call_grammar, constraint
 from jetdraft.runtime.text.call_grammar import CallFormat, CallGrammar, Lark, Schema
@@ -67,12 +67,10 @@ class Tools:
     lark: Lark = json.dumps
 
     def __post_init__(self) -> None:
-        try:
+        fix = 'give each function\'s name and the JSON schema of its "parameters"'
+        causes = TypeError, ValueError, RecursionError
+        with as_error(OptionError, causes, "the tools are not JSON", fix, "tools"):
             functions, schema = read_json(json.dumps([self.functions, self.schema]))
-        except (TypeError, ValueError, RecursionError) as error:
-            fact = f"the tools are not JSON ({error}); give each function's name and "
-            fact += 'the JSON schema of its "parameters", not the function'
-            raise OptionError(fact, "tools") from error
         if not isinstance(functions, list) or not all(map(_is_function, functions)):
             form = '[{"type": "function", "function": {"name": ...}}]'
             raise OptionError(f"give tools as {form}", "tools")

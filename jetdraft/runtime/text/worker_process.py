@@ -14,7 +14,7 @@ from threading import Lock
 from typing import Any
 from weakref import finalize
 
-from jetdraft.errors import OptionError
+from jetdraft.errors import OptionError, as_error
 
 SLICE_SECONDS = 0.05  # How long a wait blocks before it checks whether it must end.
 # A worker without a free core is given up after `PATIENCE` times its limit.
@@ -22,6 +22,11 @@ PATIENCE = 10.0
 MIN_READ_BYTES = 4096  # Bytes read at once, so that a short reply is read by one call.
 MAX_BYTES = 256 << 20  # Memory that one constraint may take beside the vocabulary's.
 START_SECONDS = 60.0  # A vocabulary of 150,000 tokens is read in 2 s.
+# The fact, the fix and the field of an `OptionError`.
+_NOT_STARTED = (
+    "the process that follows constraints could not be started",
+    *("make room for it, or leave the constraint out", "constraint"),
+)
 MustEnd = Callable[[], bool]  # Whether it is cancelled, or its time is over.
 
 
@@ -178,7 +183,8 @@ class Vocabulary:
             reply, _ = control.receive_reply(0.0, never)
         except EndedError as error:
             self._drop()
-            raise _start_error("it ended") from error
+            fact, fix, field = _NOT_STARTED
+            raise OptionError(f"{fact} (it ended); {fix}", field) from error
         if reply:
             self._drop()
             fact = f"texts of this tokenizer cannot be constrained ({reply['error']})"
@@ -189,26 +195,16 @@ class Vocabulary:
 
 def _socket_pair() -> tuple[socket.socket, socket.socket]:
     """Two connected sockets, the second for another process; raises `OptionError`."""
-    try:
+    with as_error(OptionError, OSError, *_NOT_STARTED):
         return socket.socketpair()
-    except OSError as error:
-        raise _start_error(error) from error
 
 
 def _run_program(end: int, setting: str) -> subprocess.Popen[bytes]:
     program, none = Path(__file__).with_name("worker_main.py"), subprocess.DEVNULL
     command = [sys.executable, "-I", str(program), str(end), setting]
-    try:
-        silent: Any = {"stdin": none, "stdout": none, "stderr": none}
+    silent: Any = {"stdin": none, "stdout": none, "stderr": none}
+    with as_error(OptionError, OSError, *_NOT_STARTED):
         return subprocess.Popen(command, pass_fds=[end], **silent)
-    except OSError as error:
-        raise _start_error(error) from error
-
-
-def _start_error(problem: object) -> OptionError:
-    fact = f"the process that follows constraints could not be started ({problem})"
-    fix = "make room for it, or leave the constraint out"
-    return OptionError(f"{fact}; {fix}", "constraint")
 
 
 def _end_process(process: subprocess.Popen[bytes], control: Pipe) -> None:

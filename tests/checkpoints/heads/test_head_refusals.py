@@ -141,7 +141,7 @@ TENSORS = [
     (EAGLE3, {"t2d": None, "d2t": -IDS - 1}, "does not map 100 rows"),
     (EAGLE3, {"t2d": None, "d2t": IDS + 188}, "does not map 100 rows"),
     (EAGLE3, {"d2t": IDS * 0, "t2d": torch.ones(VOCAB_SIZE, dtype=torch.bool)},
-     "perhaps never set"),
+     "the map was never set"),
     (EAGLE3, {"d2t": None}, "has no d2t"),
     (lambda: LONELY, {},
      "holds no head that jetdraft knows; it reads heads of EAGLE-1"),

@@ -239,7 +239,7 @@ def test_a_model_that_does_not_fit(config):
     (("--device", "agx-thor", "--acceptance", "1"), "acceptance 1.0 is out of"),
     (("--device", "n100-16gb", "--provider", "cuda"), "give --provider cpu"),
     (("--device", "agx-thor", "--context", "0"), "context 0 is out of range"),
-    (("--device", "agx-thor", "--power-mode", "x"), "no power mode 'x'"),
+    (("--device", "agx-thor", "--power-mode", "x"), "unknown power mode 'x'"),
     (("--device", "agx-thor", "--drafter", "none.json"), "cannot read none.json"),
 )
 def test_bad_options(config, options, message):
@@ -283,6 +283,8 @@ LFM2 |= {"block_auto_adjust_ff_dim": True}
 
 
 MODELS = [LLAMA, {**LLAMA, "tie_word_embeddings": True}, QWEN, LFM2]
+MODELS += [{**LLAMA, "model_type": "bitnet", "hidden_act": "relu2"}]
+MODELS += [{**MIXTURES["nemotron_h"]().to_dict(), "moe_latent_size": 32}]
 for group in (HYBRIDS, MIXTURES, SHARING):
     MODELS += [make().to_dict() for make in group.values()]
 
@@ -352,6 +354,9 @@ GRANITE, NEMOTRON = (HYBRIDS[n]().to_dict() for n in ("granitemoehybrid", "nemot
 
 
 def test_published_configs_name_layers_in_other_ways():
+    old = {**LFM2, "layer_types": None, "full_attn_idxs": [1], "tie_embedding": None}
+    old |= {"block_ff_dim": old["intermediate_size"], "intermediate_size": 7}
+    assert Dimensions.of(old) == Dimensions.of(LFM2)
     named = {**GRANITE, "layer_types": ["mamba", "attention"]}
     assert Dimensions.of(named) == Dimensions.of(GRANITE)
     pattern = {**NEMOTRON, "layers_block_type": None, "hybrid_override_pattern": "M*-"}
@@ -361,7 +366,8 @@ def test_published_configs_name_layers_in_other_ways():
 @cases("fields, states", (GRANITE, 128 * 16 + 19 * 192 + 16 * 168), (LLAMA, 0))
 def test_a_plan_names_its_states(config, fields, states):
     target = config(fields)
-    assert plan(ask(target)).memory_mb["states"] == pytest.approx(8e-6 * states)
+    on_cpu = replace(ask(target), provider="cpu")
+    assert plan(on_cpu).memory_mb["states"] == pytest.approx(8e-6 * states)
     shown = jetdraft("plan", target, "--device", "agx-thor").stdout
     assert ("states" in shown) == bool(states)
 
@@ -406,6 +412,9 @@ def test_bytes_of_a_recipe(name, layers, head):
     ({"num_experts": 8}, "does not say how many of them a token uses"),
     ({"n_routed_experts": 64}, "mixture of experts"),
     ({"mamba_d_state": 16}, "Mamba layers of a kind"),
+    ({"layer_types": ["attention"] * 4}, "4 layer_types for 3 layers;"),
+    ({"layer_types": ["banana"] * 3}, "does not know \\(banana\\)"),
+    ({"attn_layer_indices": [1, 2], "conv_kernel": -1}, "conv_kernel is -1"),
 )
 def test_files_that_are_not_configs_of_known_models(tmp_path, content, match):
     whole = content if isinstance(content, str) else json.dumps({**LLAMA, **content})
@@ -414,7 +423,11 @@ def test_files_that_are_not_configs_of_known_models(tmp_path, content, match):
         Dimensions.read(tmp_path)
 
 
-VISION = {"text_config": LLAMA, "vision_config": {"hidden_size": 999}}
+VISION = {
+    "hidden_size": 999,
+    "text_config": LLAMA,
+    "vision_config": {"hidden_size": 999},
+}
 ATTENTION = {"mamba_d_state": 16, "mamba_n_heads": 4, "layer_types": ["attention"] * 3}
 
 
