@@ -166,11 +166,6 @@ WRONG = [
 
 
 @pytest.fixture(scope="module")
-def model(toy) -> jetdraft.Model:
-    return jetdraft.load(toy, threads=1)
-
-
-@pytest.fixture(scope="module")
 def refused(tmp_path_factory) -> set[str]:
     folder = tmp_path_factory.mktemp("caller")
     calls = [*RIGHT, *WRONG]
@@ -198,15 +193,15 @@ async def run(call: str, model: jetdraft.Model, bundle: Path) -> None:
 
 
 @pytest.mark.parametrize("call", RIGHT)
-def test_a_right_call_runs(model, toy, call):
-    asyncio.run(run(call, model, toy))
+def test_a_right_call_runs(toy_model, toy, call):
+    asyncio.run(run(call, toy_model, toy))
 
 
 @pytest.mark.parametrize("call", WRONG)
-def test_a_wrong_call_is_refused_at_run_time(model, toy, call):
+def test_a_wrong_call_is_refused_at_run_time(toy_model, toy, call):
     with pytest.raises((OptionError, TypeError)):
-        asyncio.run(run(call, model, toy))
-    with model.parts.claim.held():
+        asyncio.run(run(call, toy_model, toy))
+    with toy_model.parts.claim.held():
         pass
 
 
@@ -235,24 +230,24 @@ def test_a_wrong_call_is_refused_at_run_time(model, toy, call):
     ids=str,
 )
 @pytest.mark.parametrize("door", ["generate", "stream", "astream"])
-def test_every_door_names_the_option(model, door, fields, field, words):
+def test_every_door_names_the_option(toy_model, door, fields, field, words):
     with refused_option(words, field):
-        getattr(model, door)("x", **fields)
+        getattr(toy_model, door)("x", **fields)
     with pytest.raises(OptionError, match=words):
-        model.chat([{"role": "user", "content": "x"}], **fields)
+        toy_model.chat([{"role": "user", "content": "x"}], **fields)
 
 
-def test_options_and_fields_are_not_mixed(model):
+def test_options_and_fields_are_not_mixed(toy_model):
     options = jetdraft.Options.of(max_new_tokens=3)
-    for door in (model.generate, model.stream, model.astream):
+    for door in (toy_model.generate, toy_model.stream, toy_model.astream):
         with refused_option("either an Options object", "options"):
             door("x", options, seed=1)
     with pytest.raises(OptionError, match="give either an Options object"):
-        model.chat([{"role": "user", "content": "x"}], options, seed=1)
+        toy_model.chat([{"role": "user", "content": "x"}], options, seed=1)
 
 
 @pytest.mark.parametrize("door", ["generate", "stream", "chat"])
-def test_options_are_the_same_as_their_fields(model, door):
+def test_options_are_the_same_as_their_fields(toy_model, door):
     fields = {"max_new_tokens": 12, "temperature": 0.9, "seed": 3, "method": "draft"}
     fields |= {"num_draft_tokens": 3, "ignore_eos": True}
     named = jetdraft.Options.of(**fields)
@@ -261,7 +256,7 @@ def test_options_are_the_same_as_their_fields(model, door):
     )
     given = [{"role": "user", "content": "Hello"}] if door == "chat" else "Hello"
     results = [
-        getattr(model, door)(given, *positional, **by_name)
+        getattr(toy_model, door)(given, *positional, **by_name)
         for positional, by_name in (((), fields), ((named,), {}), ((parts,), {}))
     ]
     if door == "stream":
@@ -285,12 +280,12 @@ def test_a_part_of_another_type_is_refused(part, value):
         jetdraft.Options(**{part: value})
 
 
-def test_a_drafting_object_says_what_a_mapping_says(model):
+def test_a_drafting_object_says_what_a_mapping_says(toy_model):
     settings = {"tree": "k-ary", "branching": [2, 1]}
     typed = DraftOptions(tree="k-ary", branching=(2, 1))
     fields = {"max_new_tokens": 12, "method": "draft", "ignore_eos": True}
     one, other, plain = (
-        model.generate("Hello", **{**fields, **drafting})
+        toy_model.generate("Hello", **{**fields, **drafting})
         for drafting in ({"drafting": settings}, {"drafting": typed}, {})
     )
     assert one.token_ids == other.token_ids == plain.token_ids
@@ -298,7 +293,7 @@ def test_a_drafting_object_says_what_a_mapping_says(model):
     assert set(one.stats.rounds_by_choice) == set(other.stats.rounds_by_choice)
     assert "draft:4" in one.stats.rounds_by_choice
     with pytest.raises(OptionError, match="not options of method lookup"):
-        model.generate("Hello", method="lookup", drafting=typed)
+        toy_model.generate("Hello", method="lookup", drafting=typed)
 
 
 PROJECT = """

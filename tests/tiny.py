@@ -260,6 +260,18 @@ def exported_model(
     return load(exported(source, output, *more, **options).path, threads=1)
 
 
+def eager_logits(model: Any, ids: list[int]) -> Any:
+    """What a model of torch says of a text [rows, vocabulary], as an array."""
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        return model(torch.tensor([ids]), use_cache=False).logits[0].numpy()
+
+
+def bundle_logits(bundle: Path, ids: list[int]) -> Any:
+    with load(bundle) as model:
+        return model.parts.target.run(ids).logits
+
+
 def refused(
     error: type[Exception], said: str, source: str | Path, *more: Any, **options: Any
 ) -> None:

@@ -3,7 +3,6 @@ import re
 from collections import Counter
 from unittest.mock import Mock
 
-import gguf
 import numpy as np
 import onnx
 import pytest
@@ -85,8 +84,7 @@ def test_experts_keep_their_types(name, tmp_path):
     logits = logits_of(found.model)
     assert (logits - expected).std() < 0.002 * expected.std()
     tiny.exported(file, tmp_path / "bundle", "q8_0", max_width=32)
-    with jetdraft.load(tmp_path / "bundle") as model:
-        logits = model.parts.target.run(IDS).logits
+    logits = tiny.bundle_logits(tmp_path / "bundle", IDS)
     # Routers see rounded rows.
     assert np.corrcoef(logits.ravel(), expected.ravel())[0, 1] > 0.99
     graph = onnx.load(tmp_path / "bundle" / "target.onnx", load_external_data=False)
@@ -112,9 +110,7 @@ def case(request, tmp_path_factory):
 
 
 def logits_of(model):
-    model.set_attn_implementation("eager")
-    with torch.no_grad():
-        return model(torch.tensor([IDS]), use_cache=False).logits[0].numpy()
+    return tiny.eager_logits(model, IDS)
 
 
 def test_the_model_and_the_bundle_are_what_was_written(case):
@@ -123,8 +119,7 @@ def test_the_model_and_the_bundle_are_what_was_written(case):
     found = logits_of(Checkpoint.load(str(written.path), torch.float32).model)
     exact = not {kind.name[-1] for kind in written.types.values()} & {"1", "K"}
     assert (found - expected).std() < (0.002 if exact else 0.06) * expected.std()
-    with jetdraft.load(bundle) as model:
-        found = model.parts.target.run(IDS).logits
+    found = tiny.bundle_logits(bundle, IDS)
     assert np.corrcoef(found.ravel(), expected.ravel())[0, 1] > 0.999
     assert (found.argmax(-1) == expected.argmax(-1)).mean() > 0.8
 
@@ -306,11 +301,8 @@ def test_rotations_are_scaled_as_llama_cpp_scales_them(tmp_path, name):
 
 
 def test_an_unknown_scaling_is_refused(tmp_path):
-    def change(writer):
-        writer.add_rope_scaling_type(gguf.RopeScalingType.LONGROPE)
-
-    file = tmp_path / "model.gguf"
-    write_gguf(file, tiny.llama_config(num_hidden_layers=1), change=change)
+    change = adding({"llama.rope.scaling.type": "longrope"})
+    file = write_gguf(tmp_path / "model.gguf", SMALL, change=change).path
     with pytest.raises(UnsupportedModelError, match="by 'longrope'"):
         Checkpoint.load(str(file), torch.float32)
 
@@ -457,7 +449,6 @@ def test_a_type_that_gguf_cannot_read(tmp_path, monkeypatch):
 
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
-CONFIG = tiny.llama_config(num_hidden_layers=1)
 TEXT = "def self.in(x):\n\treturn 1234 für 日本  \n"
 
 
@@ -477,7 +468,7 @@ def built(fields):
 
 @cases("rule", "gpt-2", "default", "qwen2", "smollm", "llama-bpe", "tekken", "gpt-4o")
 def test_texts_come_back(tmp_path, rule):
-    written = write_gguf(tmp_path / "model.gguf", CONFIG, rule=rule)
+    written = write_gguf(tmp_path / "model.gguf", SMALL, rule=rule)
     found = Checkpoint.load(str(written.path), torch.float32)
     made = Tokenizer.from_str(found.tokenizer)
     ids = made.encode(TEXT + tiny.END_OF_TEXT).ids
@@ -498,8 +489,7 @@ def test_texts_come_back(tmp_path, rule):
     ("llama-bpe", False, False),
 )
 def test_a_text_begins_as_the_file_says(tmp_path, rule, begin, first):
-    file = tmp_path / "model.gguf"
-    write_gguf(file, CONFIG, rule=rule, begin=begin)
+    file = write_gguf(tmp_path / "model.gguf", SMALL, rule=rule, begin=begin).path
     made = Tokenizer.from_str(Checkpoint.load(str(file), torch.float32).tokenizer)
     assert (made.encode("x").ids[0] == 0) == first
 
@@ -545,7 +535,7 @@ def test_templates_and_the_ends_of_a_turn(tmp_path):
     both = "{% if tools is not none %}{{ tools }}{% else %}" + template + "{% endif %}"
     for fields, expected in (({}, template), (tools, both)):
         change = adding(fields | {"tokenizer.ggml.eot_token_id": 7})
-        write_gguf(file, CONFIG, template=template, change=change)
+        write_gguf(file, SMALL, template=template, change=change)
         found = Checkpoint.load(str(file), torch.float32)
         assert found.chat_template == expected
         assert found.eos_token_ids == (0, 7)

@@ -107,24 +107,6 @@ def test_json_is_one_object_and_nothing_else(bundle, model):
     assert found["stats"]["method"] == "draft"
 
 
-def test_endings_and_penalties_reach_the_generation(bundle, model):
-    stop = [model.generate(PROMPT, max_new_tokens=24).text[6:8], "never"]
-    flags = ("--stop", stop[0], "--stop", stop[1], "--repetition-penalty", "1.2")
-    result = succeed("generate", bundle, *GIVEN, *SHORT, "--json", *flags)
-    found = json.loads(result.stdout)
-    plain = model.generate(PROMPT, max_new_tokens=24, stop=stop, repetition_penalty=1.2)
-    assert found["text"] == plain.text
-    assert found["token_ids"] == plain.token_ids
-
-
-def test_short_names_are_the_long_ones(bundle):
-    long, short = (
-        jetdraft("generate", bundle, "--json", *way).stdout
-        for way in ((*GIVEN, *SHORT), ("-p", PROMPT, "-n", "24", "-t", "1"))
-    )
-    assert json.loads(long)["token_ids"] == json.loads(short)["token_ids"]
-
-
 def test_a_chat_template_is_used_unless_the_prompt_is_raw(toy):
     with package.load(toy, threads=1) as model:
         reply = model.chat([{"role": "user", "content": "Hello"}], max_new_tokens=24)
@@ -161,14 +143,18 @@ def test_constraints_are_files_or_an_expression(bundle, model, tmp_path):
 def test_options_reach_the_generation(bundle, model):
     options = {"method": "draft", "num_draft_tokens": 2, "temperature": 0.9}
     options |= {"top_k": 20, "top_p": 0.9, "min_p": 0.01, "seed": 7}
+    options |= {"repetition_penalty": 1.2}
     flags = [f"--{n.replace('_', '-')}={value}" for n, value in options.items()]
-    flags += ["--ignore-eos", "--no-exact"]
+    options |= {"ignore_eos": True, "exact": False}
+    free = model.generate(PROMPT, max_new_tokens=24, **options)
+    stop = [free.text[-2:], "never"]
+    flags += ["--ignore-eos", "--no-exact", "--stop", stop[0], "--stop", stop[1]]
     result = jetdraft("generate", bundle, *GIVEN, *flags, "--json", *SHORT)
     found = json.loads(result.stdout)
-    options |= {"ignore_eos": True, "exact": False}
-    expected = model.generate(PROMPT, max_new_tokens=24, **options)
+    expected = model.generate(PROMPT, max_new_tokens=24, stop=stop, **options)
     greedy = model.generate(PROMPT, max_new_tokens=24)
     assert found["token_ids"] == expected.token_ids != greedy.token_ids
+    assert found["text"] == expected.text != free.text
     assert found["stats"]["exact"] is False
     assert len(found["stats"]["accepted_by_position"]) <= 2
 

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import warnings
 from contextlib import closing, suppress
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,7 +16,7 @@ from jetdraft.learning import lessons as module
 from jetdraft.learning.lessons import EARLY_TOKENS, LESSONS_FILE, VERDICT_TOKENS, Tally
 from jetdraft.runtime.history.store import Entry, ResponseStore
 from tests import cases
-from tests.programs import printed
+from tests.programs import ROOT, printed
 from tests.toy_drafter import put_on_trial
 
 VOCABULARY = 100
@@ -288,9 +287,7 @@ class Taught:
         return module.Lessons(folder, tokenizer, 100)
 
     def add(self, store, token, user="", size=2):
-        tokens = np.array([token, *[6] * (size - 1)])
-        row = np.full((1, 2), 7), np.ones((1, 2), np.float32)
-        store.add(module.Lesson(tokens, np.array([1]), *row), user)
+        store.add(lesson(token, *[6] * (size - 1)), user)
 
     def tokens(self, store):
         return [int(lesson.tokens[0]) for lesson in store.read()]
@@ -422,7 +419,6 @@ def test_two_processes_share_a_file(kind, tmp_path):
         " write(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]))"
     )
     command = [sys.executable, "-W", "error", "-c", code, type(kind).__name__, tmp_path]
-    root = Path(__file__).parents[2]
-    running = [subprocess.Popen([*command, str(t)], cwd=root) for t in (0, 50)]
+    running = [subprocess.Popen([*command, str(t)], cwd=ROOT) for t in (0, 50)]
     assert [process.wait() for process in running] == [0, 0]
     assert sorted(kind.tokens(kind.open(tmp_path))) == [*range(20), *range(50, 70)]

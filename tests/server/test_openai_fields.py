@@ -229,20 +229,6 @@ def test_models(address):
     assert all(f"`{name}`" in page for name in ours.split())
 
 
-def test_errors(address):
-    chat = "v1/chat/completions"
-    for answer in [
-        httpx.post(f"{address}/{chat}", json={"messages": []}),
-        httpx.post(f"{address}/{chat}", json={"messages": HELLO, "model": "x"}),
-        httpx.post(f"{address}/{chat}", content=b"{"),
-        httpx.get(f"{address}/{chat}"),
-        httpx.get(f"{address}/v1/models/x"),
-        httpx.get(f"{address}/v3"),
-    ]:
-        assert answer.json().keys() == {"error"}
-        checked(ErrorObject, answer.json()["error"])
-
-
 def test_transcripts(whisper):
     sound = whispers.wav(whispers.sound(2.5))
     with Pool(whisper / "bundle", 1, threads=1) as pool:

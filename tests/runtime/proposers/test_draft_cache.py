@@ -90,6 +90,14 @@ def check_rows(model, sequence, at_least=1):
         assert np.array_equal(waiting, features[fed:seen])
 
 
+def same_as_plain(model, method, plain, **options):
+    """The stats of a generation whose text and rows are right."""
+    result = generate(model, method, **options)
+    assert result.token_ids == plain[0]
+    check_rows(model, PROMPT + result.token_ids)
+    return result.stats
+
+
 def begun(model, proposer, context=PROMPT, sampling=Sampling()):  # noqa: B008
     proposer.begin(context, Chooser(sampling))
     model.parts.draft_cache.observe(0, context[:-1], features_of(context[:-1]))
@@ -146,10 +154,8 @@ def test_a_cancelled_round(model, method, plain):
         with model.stream(token_ids=PROMPT, method=method, ignore_eos=True) as stream:
             for _ in range(stop):
                 next(stream)
-        result = generate(model, method, num_draft_tokens=4)
-        assert result.token_ids == plain[0]
-        assert result.stats.reused_tokens >= len(PROMPT) - 2
-        check_rows(model, PROMPT + result.token_ids)
+        stats = same_as_plain(model, method, plain, num_draft_tokens=4)
+        assert stats.reused_tokens >= len(PROMPT) - 2
 
 
 def test_a_pass_that_failed_is_run_again(model, method, plain):
@@ -165,10 +171,8 @@ def test_a_pass_that_failed_is_run_again(model, method, plain):
     with pytest.raises(KeyboardInterrupt):
         generate(model, method, num_draft_tokens=4)
     del proposer.observe
-    result = generate(model, method, num_draft_tokens=4)
-    assert result.token_ids == plain[0]
-    assert result.stats.acceptance_rate > 0.3
-    check_rows(model, PROMPT + result.token_ids)
+    stats = same_as_plain(model, method, plain, num_draft_tokens=4)
+    assert stats.acceptance_rate > 0.3
 
 
 def test_the_next_turn_reads_only_what_is_new(model, method):
@@ -324,10 +328,7 @@ def test_rows_cross_to_a_device_and_back(bundles, method, plain, monkeypatch):
         ways.append({"num_draft_tokens": 4, "drafting": {"steps": 2}})
     with jetdraft.load(bundles[method], threads=1) as model:
         for way in ways:
-            result = generate(model, method, **way)
-            assert result.token_ids == plain[0]
-            assert result.stats.tokens_per_pass > 1.2
-            check_rows(model, PROMPT + result.token_ids)
+            assert same_as_plain(model, method, plain, **way).tokens_per_pass > 1.2
 
 
 @pytest.mark.parametrize("method", HEADS)
@@ -380,11 +381,9 @@ def test_without_features_there_is_no_draft(model, method):
 @pytest.mark.parametrize("method", BLOCKS)
 def test_a_second_pass_costs_a_pass(model, method, plain):
     before = model.parts.drafter.passes
-    drafting = {"steps": 2, **ALL}
-    result = generate(model, method, num_draft_tokens=BLOCK, drafting=drafting)
-    assert result.token_ids == plain[0]
-    check_rows(model, PROMPT + result.token_ids)
-    passes, rounds = model.parts.drafter.passes - before, result.stats.target_passes
+    how = {"num_draft_tokens": BLOCK, "drafting": {"steps": 2, **ALL}}
+    rounds = same_as_plain(model, method, plain, **how).target_passes
+    passes = model.parts.drafter.passes - before
     assert 1.5 * rounds < passes <= 2 * rounds + 3
 
 
@@ -441,10 +440,8 @@ def test_tokens_that_the_target_has_not_run(model, method):
 def test_a_doubtful_block_is_verified_in_part(model, method, plain):
     stats = []
     for confidence in (0.0, 0.3, 1.0):
-        drafting = {"confidence": confidence}
-        result = generate(model, method, num_draft_tokens=BLOCK, drafting=drafting)
-        assert result.token_ids == plain[0]
-        stats.append(result.stats)
+        how = {"num_draft_tokens": BLOCK, "drafting": {"confidence": confidence}}
+        stats.append(same_as_plain(model, method, plain, **how))
     whole, some, least = stats
     assert whole.drafted_tokens > some.drafted_tokens > least.drafted_tokens
     assert least.drafted_tokens <= least.target_passes  # one token each
