@@ -65,10 +65,9 @@ def check_layers(source: str) -> None:
         return  # transformers says what is wrong
     for name, value in _named_numbers(config):
         if name in LAYER_COUNT_FIELDS and value > MAX_LAYERS:
-            fact = f"{printable(file)} has {printable(name, 60)} {value}, and at most "
-            raise CheckpointError(
-                f"{fact}{MAX_LAYERS} layers are built; fetch it again"
-            )
+            fact = f"{printable(file)} has {printable(name, 60)} {value}"
+            fact += f", and at most {MAX_LAYERS} layers are built"
+            raise CheckpointError(f"{fact}; fetch it again")
 
 
 def _named_numbers(value: object, name: str = "") -> Iterator[tuple[str, int | float]]:
@@ -92,10 +91,8 @@ def build_skeleton(source: str, model_class: Any, config: Any, bounds: Bounds) -
         tensors += 1
         weights += 0 if parameter is None else parameter.numel()
         if tensors > bounds.tensors or weights > bounds.weights:
-            raise CheckpointError(
-                f"the config.json of {printable(source)} describes a larger model than "
-                "its files hold; fetch it again"
-            )
+            fact = f"the config.json of {printable(source)} describes a larger model"
+            raise CheckpointError(f"{fact} than its files hold; fetch it again")
 
     hook = register_module_parameter_registration_hook(count)
     with hook, no_init_weights(), torch.device("meta"):

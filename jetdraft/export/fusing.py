@@ -42,17 +42,16 @@ class RotationInHalves(pattern.RewriteRuleClassBase):  # type: ignore[misc]
         dtype: Any,
     ) -> Any:
         both = op.Concat(angles, angles, axis=-1)
-        given = op.Concat(sines, sines, axis=-1) if self.given else None
-        turns = self._turns(op, both, given, dtype)
+        turns = [op.Cos(both), op.Sin(both)]
+        if self.given:
+            turns = [both, op.Concat(sines, sines, axis=-1)]
+        if self.casts:
+            turns = [op.Cast(turn, to=dtype) for turn in turns]
         cosine, sine = (op.Unsqueeze(turn, [self.axis]) for turn in turns)
         first = op.Slice(x, [0], ends, [3], [1])
         second = op.Slice(x, starts, _allow_other_inputs=True)
         rotated = op.Concat(op.Neg(second), first, axis=-1)
         return x * cosine + rotated * sine
-
-    def _turns(self, op: Any, angles: Any, sines: Any, dtype: Any) -> list[Any]:
-        turns = [angles, sines] if self.given else [op.Cos(angles), op.Sin(angles)]
-        return [op.Cast(turn, to=dtype) for turn in turns] if self.casts else turns
 
     def check(self, _: Any, x: ir.Value, ends: Any, starts: Any, **__: Any) -> Any:
         result = pattern.MatchResult()
@@ -66,7 +65,11 @@ class RotationInHalves(pattern.RewriteRuleClassBase):  # type: ignore[misc]
     def rewrite(
         self, op: Any, x: ir.Value, angles: ir.Value, dtype: Any = None, **more: Any
     ) -> Any:
-        turns = self._turns(op, angles, more.get("sines"), dtype)
+        turns = [op.Cos(angles), op.Sin(angles)]
+        if self.given:
+            turns = [angles, more["sines"]]
+        if self.casts:
+            turns = [op.Cast(turn, to=dtype) for turn in turns]
         settings = {"interleaved": 0, "num_heads": x.shape[self.axis] if x.shape else 0}
         if self.axis == 1:
             return op.RotaryEmbedding(x, *turns, **settings)
