@@ -191,8 +191,6 @@ def plan(question: Question) -> Plan:
     if question.drafter is not None:
         sizes = Dimensions.read(Path(question.drafter))
         drafter = LoadedDecoder(sizes, Recipe.for_drafter(recipe), float_bytes)
-    if not on_cpu and target.sizes.state_values:
-        raise DeviceError("recurrent states run on the CPU only; give --provider cpu")
     if drafter is not None and drafter.sizes.state_values:
         fact = "has recurrent states, so it is no drafter; give another --drafter"
         raise DeviceError(f"{question.drafter} {fact}")
