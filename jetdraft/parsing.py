@@ -80,13 +80,15 @@ def read_json(
     return value
 
 
-def read_json_file(file: Path, most_bytes: int = 1_000_000, **limits: bool) -> Any:
+def read_json_file(
+    file: Path, most_bytes: int = 1_000_000, exact: bool = False, infinite: bool = False
+) -> Any:
     """Read a JSON file, but no device, as `read_json` does; `OSError`, `JsonError`."""
     if file.exists() and not file.is_file():
         raise JsonError("no regular file")
     with file.open("rb") as handle:
         data = handle.read(most_bytes + 1)
-    return read_json(data, most_bytes=most_bytes, **limits)
+    return read_json(data, most_bytes=most_bytes, exact=exact, infinite=infinite)
 
 
 def _check_depth(text: str, most_depth: int) -> None:

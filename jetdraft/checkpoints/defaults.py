@@ -162,7 +162,7 @@ def read_fields(source: str, name: str, kind: Any = dict) -> Any:
     fact, fix = f"{name} of {source} cannot be read", "fetch it again"
     with as_error(CheckpointError, (OSError, ValueError, TypeError), fact, fix):
         # Configs of Mamba layers may have an `Infinity`.
-        return file and kind(read_json_file(Path(file), infinite=True))
+        return None if file is None else kind(read_json_file(Path(file), infinite=True))
 
 
 @dataclass(frozen=True)

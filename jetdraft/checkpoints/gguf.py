@@ -301,8 +301,8 @@ class GgufFile:
             packed.blocks[name] = kept
             packed.forms[name] = f"{grid.grid} {how}"
             if not np.isfinite(floats).all():
-                fact = f"the weight {tensor.name} of {self.source} has scales that are "
-                raise CheckpointError(f"{fact}not finite; fetch the file again")
+                fact = f"the scales of {tensor.name} in {self.source} are not finite"
+                raise CheckpointError(f"{fact}; fetch the file again")
             packed.floats[name] = torch.from_numpy(floats.T).half()
             return
         floats = self._dequantize(tensor, tensor.data)

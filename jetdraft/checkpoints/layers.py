@@ -173,8 +173,8 @@ def ids_from_d2t(
     ids = torch.arange(len(offsets)) + offsets
     in_range = bool(((ids >= 0) & (ids < vocab_size)).all())
     if len(ids) != rows or not in_range or len(set(ids.tolist())) != len(ids):
-        fact = f"the d2t of {source} does not map {rows} rows to different ids below "
-        raise CheckpointError(f"{fact}{vocab_size}; fetch it again")
+        fact = f"the d2t of {source} does not map {rows} rows to different ids"
+        raise CheckpointError(f"{fact} below {vocab_size}; fetch it again")
     named = ids.sort().values
     if marked is not None and not torch.equal(marked.nonzero().flatten(), named):
         fact = f"d2t and t2d of {source} name different tokens"

@@ -33,13 +33,13 @@ LINEAR_SIZES = (
 )
 MAMBA_SIZES = ("mamba_n_groups", "mamba_n_heads", "mamba_d_state", "mamba_d_head")
 NEMOTRON_SIZES = ("n_groups", "mamba_num_heads", "ssm_state_size", "mamba_head_dim")
-# The rows that a convolution sees.
+# The fields that say how many rows a convolution sees.
 KERNELS = ("linear_conv_kernel_dim", "mamba_d_conv", "conv_kernel", "conv_L_cache")
-# Other names of kinds of layers.
+# Kinds of layers by their names in other configs.
 _KIND_NAMES = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
 _KIND_NAMES |= {"mamba": "linear_attention", "attention": "full_attention"}
 _BOTH = "both"  # A layer that attends beside a recurrence.
-# All kinds that a plan counts, and what to do about others.
+# The kinds of layers that a plan counts, and what to do about other kinds.
 _KNOWN = {*_KIND_NAMES.values(), _BOTH, "conv"}
 _KNOWN |= {"sliding_attention", "chunked_attention"}
 _MEASURE = "export the model and measure it on the device"
@@ -212,7 +212,7 @@ def _usual_names(config: dict[str, Any]) -> dict[str, Any]:
     if "block_ff_dim" in config:
         own = {"intermediate_size": config["block_ff_dim"]}
         config = {"tie_word_embeddings": True, **config, **own}
-    # A layer of Nemotron-H attends, is recurrent or has an MLP.
+    # A layer of Nemotron-H attends, is recurrent or has an MLP; heads have 128 numbers.
     blocks = _first(config, ("layers_block_type", "hybrid_override_pattern"))
     if blocks is not None:
         kinds = [_KIND_NAMES.get(kind, kind) for kind in blocks]

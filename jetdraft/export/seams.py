@@ -82,7 +82,7 @@ def _check_gap(
     seam, own = both
     if not own.isfinite().all():
         fact = "gives logits that are not finite, as with a weight that is NaN"
-        fix = "fetch it again, or export with --dtype fp32"
+        fix = "fetch the checkpoint again, or export with --dtype fp32"
         raise CheckpointError(f"{type(model).__name__} {fact}; {fix}")
     gap = float((seam - own).abs().max() / own.abs().max().clamp(min=1e-6))
     if wrong or not gap <= TOLERANCE[dtype_of(of)]:

@@ -106,7 +106,7 @@ def own_attention(
     model: Any,
     use: Callable[[Any, str], None] = lambda m, name: m.set_attn_implementation(name),
 ) -> Iterator[None]:
-    """In the block, let a model attend by transformers' eager code; `use` sets it."""
+    """In the block, let a model attend by transformers' eager code; `use` sets how."""
     implementation = model.config._attn_implementation
     use(model, "eager")
     try:
