@@ -41,6 +41,8 @@ class AheadCache(DraftCache):
     the last k - 1 are run again with the next block (2412.12639).
     """
 
+    _first_read = 1  # Row t reads token t + 1.
+
     def __init__(self, graph: Graph) -> None:
         super().__init__(graph)
         self.size = graph.contract.ahead  # the tokens of a block, k
@@ -91,7 +93,7 @@ class AheadCache(DraftCache):
         first = len(self.tokens)
         tokens = context[first + 1 : rows + 1]
         features = self._target_features(first, len(tokens))
-        known = Block((), features, self._tokens_before(context, first))
+        known = Block((), features, self._window_at(context, first + 1))
         self.block = self._run_block(known, tokens)
         if self.block is None:
             return None
@@ -170,19 +172,12 @@ class AheadCache(DraftCache):
             first = len(self.tokens)
             count = min(widest, missing - self.size)
             tokens = text[first + 1 : first + 1 + count]
-            tail = self._tokens_before(text, first)
-            recent = sliding_window_view([*tail, *tokens[:-1]], self.size - 1)
+            recent = self._windows(text, first + 1, count)
             features = self._target_features(first, count)
             windows = sliding_window_view(features, self.size, axis=0)
-            features, recent = windows.swapaxes(1, 2), recent.astype(np.int64)
-            features = features.reshape(count, -1)
+            features = windows.swapaxes(1, 2).reshape(count, -1)
             self.graph.run(tokens, True, features=features, recent=recent)
             self._append_rows(tokens)
-
-    def _tokens_before(self, text: Tokens, row: int) -> tuple[int, ...]:
-        """The tokens that the k - 1 rows before a row read; 0 stands before row 0."""
-        last = text[max(row + 2 - self.size, 1) : row + 1]
-        return (*[0] * (self.size - 1 - len(last)), *last)
 
     def _target_features(self, row: int, count: int) -> Float32s:
         """The target's features [k - 1 + count, w] from `row` - (k - 1) on."""

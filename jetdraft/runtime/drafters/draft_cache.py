@@ -31,6 +31,8 @@ class DraftCache:
         answer = cache.step(7)    # for what comes after a drafted 7
     """
 
+    _first_read = 0  # The first token of a text that windows have.
+
     def __init__(self, graph: Graph) -> None:
         contract = graph.contract
         self.graph = graph
@@ -209,9 +211,9 @@ class DraftCache:
         self.tokens += tokens
         self._passes = self.graph.passes
 
-    def _window_at(self, text: Tokens, end: int) -> Sequence[int]:
+    def _window_at(self, text: Tokens, end: int) -> tuple[int, ...]:
         """The window behind the first `end` tokens; token 0 stands before a text."""
-        last = text[max(end - self.window, 0) : end]
+        last = text[max(end - self.window, self._first_read) : end]
         return (*[0] * (self.window - len(last)), *last)
 
     def _windows(self, text: Tokens, first: int, count: int) -> Int64s | None:
