@@ -7,7 +7,7 @@ import signal
 import socket
 import stat
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -43,6 +43,7 @@ class HttpServer(uvicorn.Server):
         self.limiter = ConnectionLimiter(per_peer, MAX_BUSY_CLIENTS * per_peer)
         self._service, self._drain = service, drain
         self._systemd, self._alive_at = Systemd(os.environ), 0.0
+        self._silent_until = 0.0
         # Whether one more Ctrl-C has come, and whether it cut texts.
         self._must_cut, self.has_cut = False, False
         protocol: Any = partial(Connection, self.limiter)
@@ -63,7 +64,7 @@ class HttpServer(uvicorn.Server):
         await super().startup(sockets)
         for listener in sockets or []:
             listener.listen(BACKLOG)
-        asyncio.get_running_loop().set_exception_handler(_error_handler())
+        asyncio.get_running_loop().set_exception_handler(self._report_error)
         self._sweeping = asyncio.create_task(self._check_regularly())
         self._systemd.notify("READY=1")
 
@@ -104,6 +105,15 @@ class HttpServer(uvicorn.Server):
                 self._alive_at = now
             await asyncio.sleep(SWEEP_SECONDS)
 
+    def _report_error(self, loop: asyncio.AbstractEventLoop, context: Any) -> None:
+        """Log an error of the loop, a lack of files once a minute."""
+        if "accept" not in context.get("message", ""):
+            loop.default_exception_handler(context)
+        elif loop.time() > self._silent_until:
+            self._silent_until = loop.time() + 60.0
+            fact = "no file is left for a new connection (%s); raise `ulimit -n`"
+            logging.getLogger("uvicorn.error").error(fact, context.get("exception"))
+
 
 def log_requests(app: ASGIApp) -> ASGIApp:
     """Wrap an application so that it logs each request when it ends, without texts."""
@@ -128,22 +138,6 @@ def log_requests(app: ASGIApp) -> ASGIApp:
                 log.info("%s %d%s, %.0f ms", request, status, tokens, ms)
 
     return answer
-
-
-def _error_handler() -> Callable[[asyncio.AbstractEventLoop, dict[str, Any]], None]:
-    """Return a handler that logs errors of the loop, a lack of files once a minute."""
-    silent_until = 0.0
-
-    def report(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        nonlocal silent_until
-        if "accept" not in context.get("message", ""):
-            loop.default_exception_handler(context)
-        elif loop.time() > silent_until:
-            silent_until = loop.time() + 60.0
-            fact = "no file is left for a new connection (%s); raise `ulimit -n`"
-            logging.getLogger("uvicorn.error").error(fact, context.get("exception"))
-
-    return report
 
 
 def run(service: Service, sockets: list[socket.socket], host: str, drain: int) -> int:
