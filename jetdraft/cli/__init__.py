@@ -25,6 +25,7 @@ from jetdraft.ort import silenced
 MAX_MESSAGE_CHARS = 2000  # The most characters of an error or a warning.
 # The seconds until a signal that came during a finalizer is sent again.
 FINALIZING_SECONDS = 0.01
+FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 FILE_ERRORS = (
     *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP),
     *(errno.EISDIR, errno.ENOTDIR, errno.EINVAL),
@@ -68,7 +69,9 @@ class OneLineErrors(click.Command):
         except JetdraftError as error:
             _fail(message_with_flags(error))
         except OSError as error:
-            if _is_full_disk(error):
+            # On the disk, in a quota, by a limit; numpy gives no number.
+            is_short = error.errno is None and _SHORT_WRITE.fullmatch(str(error))
+            if is_short or error.errno in FULL_ERRORS:
                 _fail("the disk is full; free some space")
             if error.errno not in FILE_ERRORS or error.filename is None:
                 raise
@@ -160,13 +163,6 @@ def _terminate(number: int, frame: FrameType | None) -> None:
     again = threading.Timer(FINALIZING_SECONDS, os.kill, (os.getpid(), number))
     again.daemon = True
     again.start()
-
-
-def _is_full_disk(error: OSError) -> bool:
-    """Whether a write failed for want of room: on the disk, in a quota, by a limit."""
-    if error.errno is None:
-        return _SHORT_WRITE.fullmatch(str(error)) is not None
-    return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def _fail(message: str) -> NoReturn:
