@@ -13,7 +13,7 @@ from jetdraft.cli.command import Command, option
 from jetdraft.cli.console import announce_first_run, read_line, stats_line
 from jetdraft.errors import JetdraftError
 from jetdraft.runtime.conversation import Conversation
-from jetdraft.runtime.model import Model, load
+from jetdraft.runtime.model import load
 from jetdraft.runtime.passes.opener import LoadOptions
 from jetdraft.runtime.passes.pictures import PictureInput, read_picture
 from jetdraft.runtime.planning.options import GenerateOptions
@@ -61,14 +61,20 @@ def command(
     with load(bundle, **runtime) as model:
         announce_first_run(model)
         images: list[PictureInput] = [*options.pop("images", ())]
-        fields = flags.with_defaults(options, model)
+        fields: GenerateOptions = {**model.defaults, **options}
         given = flags.parse_settings(variables, "template").items()
         template = {name: _parse_value(value) for name, value in given}
         talk = Conversation(model, system, drop_oldest, template=template, **fields)
         # Raises for a missing template or a bad option, before the first line is read.
         model.stream_reply(model.chat_prompt([user_message("")], **template), **fields)
         if sys.stdin.isatty():
-            _start_terminal(model)
+            capacity = model.bundle.target.contract.capacity
+            fact = f"{bundle.resolve().name}, {capacity} tokens of context"
+            click.echo(f"{fact}; /help, Ctrl-D to leave", err=True)
+            with contextlib.suppress(ImportError):
+                import readline
+
+                readline.parse_and_bind("set enable-bracketed-paste on")
         failed = False
         for line in iter(_read_message, None):
             if line.split()[:1] == ["/quit"]:
@@ -90,16 +96,6 @@ def _parse_value(text: str) -> Any:
         return json.loads(text)
     except ValueError:
         return text
-
-
-def _start_terminal(model: Model) -> None:
-    capacity = model.bundle.target.contract.capacity
-    fact = f"{model.bundle.path.resolve().name}, {capacity} tokens of context"
-    click.echo(f"{fact}; /help, Ctrl-D to leave", err=True)
-    with contextlib.suppress(ImportError):
-        import readline
-
-        readline.parse_and_bind("set enable-bracketed-paste on")
 
 
 def _read_message() -> str | None:

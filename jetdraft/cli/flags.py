@@ -1,18 +1,17 @@
 """Options and arguments that several verbs share."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import wraps
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import click
 
 from jetdraft.cli.command import Decorator, option, record_flags
 from jetdraft.cli.console import read_input
 from jetdraft.files import check_writable, write_text
-from jetdraft.runtime.model import Model
 from jetdraft.runtime.passes.opener import LoadOptions
 from jetdraft.runtime.planning.options import GenerateOptions
 from jetdraft.runtime.planning.registry import AUTO
@@ -79,11 +78,6 @@ def parse_settings(values: Sequence[str], flag: str = "drafting") -> dict[str, s
             raise click.BadParameter(fact, param_hint=f"'--{flag}'")
         settings[key.replace("-", "_")] = text
     return settings
-
-
-def with_defaults(options: Mapping[str, Any], model: Model) -> GenerateOptions:
-    """Merge a command's options into the defaults of the model's checkpoint."""
-    return cast(GenerateOptions, {**model.defaults, **options})
 
 
 def output_option(what: str) -> Decorator:

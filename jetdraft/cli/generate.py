@@ -63,7 +63,7 @@ def command(
         text = read_input(prompt_file)
     model = load(bundle, **runtime)
     announce_first_run(model)
-    fields = flags.with_defaults(options, model)
+    fields: GenerateOptions = {**model.defaults, **options}
     if not text:
         raise OptionError("the prompt is empty; give some text", "prompt")
     if raw or model.bundle.chat_template is None:

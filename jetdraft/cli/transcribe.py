@@ -43,7 +43,7 @@ def command(
     seconds is a line.
     """
     model = load(bundle, **runtime)
-    fields = flags.with_defaults(options, model)
+    fields: GenerateOptions = {**model.defaults, **options}
     transcription = model.transcription(file, wanted, **fields)
     announce_first_run(model)
 
