@@ -76,7 +76,7 @@ class Chooser:
         ids, sampling = answer.candidates, self.sampling
         scaled = answer.candidate_logits.astype(np.float64) / sampling.temperature
         scores = scaled - np.log(exponentials(sampling.seed, positions[:, None], ids))
-        if self._is_unfiltered:
+        if (sampling.top_k, sampling.top_p, sampling.min_p) == (0, 1.0, 0.0):
             best = np.arange(len(ids)), scores.argmax(1)
             chosen = np.asarray(ids[best])
             if ids.shape[1] < answer.vocab_size:
@@ -93,17 +93,10 @@ class Chooser:
             chosen[still_open] = self._sample(wider, positions[still_open])
         return chosen
 
-    @property
-    def _is_unfiltered(self) -> bool:
-        sampling = self.sampling
-        return sampling.top_k == 0 and sampling.top_p == 1.0 and sampling.min_p == 0.0
-
     def _count_kept_tokens(self, scaled: Float64s, answer: Answer) -> Int64s:
         """Per row, the number of tokens that the filters keep, or `_OPEN`."""
         rows, candidates = scaled.shape
         vocabulary, sampling = answer.vocab_size, self.sampling
-        if self._is_unfiltered:
-            return np.full(rows, _OPEN if candidates < vocabulary else candidates)
         most = np.full(rows, min(sampling.top_k or vocabulary, vocabulary))
         least = np.minimum(most, candidates)
         if sampling.top_p < 1.0:
