@@ -109,15 +109,14 @@ def _part(reply: Reply, blocks: list[Block], done: bool) -> Json:
         fields["message"] = {**message, **({"tool_calls": calls} if calls else {})}
     else:
         fields |= {"response": texts["text"], **thinking}
-    return {**fields, **_figures(reply)} if done else fields
-
-
-def _figures(reply: Reply) -> Json:
+    if not done:
+        return fields
     usage, stats = reply.usage, reply.results[-1].stats
     first = round(_NANOSECONDS * stats.time_to_first_token)
     rest = round(_NANOSECONDS * stats.decode_seconds)
     prompt, new = usage["prompt_tokens"], usage["completion_tokens"]
     return {
+        **fields,
         "done_reason": "length" if reply.reason == "length" else "stop",
         **{"total_duration": first + rest, "load_duration": 0},
         **{"prompt_eval_count": prompt, "prompt_eval_duration": first},
