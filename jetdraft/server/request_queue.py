@@ -118,7 +118,13 @@ class RequestQueue:
             async with asyncio.timeout(self.max_wait):
                 return await turn
         except (TimeoutError, asyncio.CancelledError, RequestError) as error:
-            self._leave_queue(client, turn)
+            queue = self._waiting.get(client, deque())
+            if turn in queue:
+                queue.remove(turn)
+            if not queue:
+                self._waiting.pop(client, None)
+            if turn.done() and not turn.cancelled() and turn.exception() is None:
+                self._release(turn.result())
             if isinstance(error, TimeoutError):
                 fact = f"no model was free for {self.max_wait:g} s; try again later"
                 raise RequestError(fact, status=503) from None
@@ -133,16 +139,6 @@ class RequestQueue:
         turn = longest.pop()
         if not turn.done():
             turn.set_exception(refusal)
-
-    def _leave_queue(self, client: str, turn: asyncio.Future[Model]) -> None:
-        """Remove `turn` from the client's queue; release the model that it may have."""
-        queue = self._waiting.get(client, deque())
-        if turn in queue:
-            queue.remove(turn)
-        if not queue:
-            self._waiting.pop(client, None)
-        if turn.done() and not turn.cancelled() and turn.exception() is None:
-            self._release(turn.result())
 
     def _release(self, model: Model) -> None:
         """Give a model to the next client in turn; it is free if nobody waits."""
