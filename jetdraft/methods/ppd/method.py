@@ -32,7 +32,6 @@ from jetdraft.runtime.drafts.rows import Kind, Rows, Tokens
 from jetdraft.runtime.loaded import LoadedBundle
 from jetdraft.runtime.measured.cost_model import PassMs, RoundCosts
 from jetdraft.runtime.measured.stats import GuessRates, RankRates, Round
-from jetdraft.runtime.passes.answer import Answer
 from jetdraft.runtime.proposers.drafter_methods import lacks_probes, probe_proposer
 from jetdraft.runtime.proposers.method import AUTO, Method, TreeOptions
 from jetdraft.runtime.proposers.model_proposer import ProbeProposer
@@ -272,23 +271,24 @@ class PromptProposer(ProbeProposer):
         all_count = self.rates.settled < self._all_until
         is_lesson = all_count or not seen.length % COMPARED_EVERY
         if self._last_guesses is not None and is_lesson:
-            self.rates.add_guesses(self._sibling_tokens(*self._last_guesses))
-
-    def _sibling_tokens(self, first: int, guesses: Answer) -> dict[int, list[int]]:
-        """Return the guesses by place, from `first` on, in the order of siblings."""
-        kind, sampling = self.traits.kind, self.chooser.sampling
-        tokens = {}
-        for depth, rates in enumerate(self.rates.ranks[: len(guesses.candidates)]):
-            level = guesses.rows(slice(depth, depth + 1))
-            q, place = self.chooser.draft_distribution(level), first + depth
-            tokens[place] = draw_siblings(kind, q, len(rates), sampling, place)
-        return tokens
+            first, guesses = self._last_guesses
+            kind, sampling = self.traits.kind, self.chooser.sampling
+            by_place = {}  # in the order of siblings
+            for depth, rates in enumerate(self.rates.ranks[: len(guesses.candidates)]):
+                level = guesses.rows(slice(depth, depth + 1))
+                q, place = self.chooser.draft_distribution(level), first + depth
+                by_place[place] = draw_siblings(kind, q, len(rates), sampling, place)
+            self.rates.add_guesses(by_place)
 
     def propose(self, context: Tokens, budget: int, parents: Parents = None) -> Rows:
         guesses = self.guesses(context)
         # Near the end there is less room, for which no new plan is made.
         self._budget = max(self._budget, budget)
-        if self._count_rest():
+        if self._resting:
+            self._resting -= 1
+            if not self._resting:
+                self._next_look = self.rates.settled + FIRST_REPLAN
+                self._all_until = max(self._all_until, self._next_look)
             return replace(Rows.chain([context[-1]], self.traits.kind), probes=(0,))
         trees = self.plan(self._budget).trees
         if guesses is None:
@@ -314,15 +314,6 @@ class PromptProposer(ProbeProposer):
                 self._resting = self._next_rest
                 self._next_rest = min(2 * self._next_rest, RESTS[1])
         return self._plans[most]
-
-    def _count_rest(self) -> bool:
-        if not self._resting:
-            return False
-        self._resting -= 1
-        if not self._resting:
-            self._next_look = self.rates.settled + FIRST_REPLAN
-            self._all_until = max(self._all_until, self._next_look)
-        return True
 
 
 def _make_proposer(loaded: LoadedBundle, options: PromptOptions) -> Proposer:
