@@ -211,17 +211,16 @@ class Meter:
         self._rails = module_rails(root)
         self._interval = interval
         self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._thread = threading.Thread(target=self._integrate, daemon=True)
 
     def __enter__(self) -> "Meter":
         if self._rails:
-            self._thread = threading.Thread(target=self._integrate, daemon=True)
             self._thread.start()
         return self
 
     def __exit__(self, *error: object) -> None:
         self._stop.set()
-        if self._thread is not None:
+        if self._rails:
             self._thread.join()
 
     def _integrate(self) -> None:
