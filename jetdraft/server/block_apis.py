@@ -306,10 +306,6 @@ def _read_item(item: Json, at: str) -> Json:
     raise RequestError(fact, "input")
 
 
-def _id(block: Block) -> str:
-    return f"{_KINDS[block.kind][0]}_{block.id}"
-
-
 def _part(block: Block) -> Json:
     if block.kind == "thought":
         return {"type": "reasoning_text", "text": block.text}
@@ -326,7 +322,8 @@ def _item(block: Block, is_done: bool, is_broken: bool) -> Json:
     """The item of a block; empty unless it `is_done`."""
     ended = "incomplete" if is_broken else "completed"
     status = ended if is_done else "in_progress"
-    item: dict[str, Any] = {"id": _id(block), "status": status}
+    own = f"{_KINDS[block.kind][0]}_{block.id}"
+    item: dict[str, Any] = {"id": own, "status": status}
     if block.kind == "call":
         item |= {"type": "function_call", "call_id": block.id, "name": block.name}
         return {**item, "arguments": block.text if is_done else ""}
@@ -392,8 +389,8 @@ def _block_events(
     step: str, block: Block, index: int, text: str, is_broken: bool
 ) -> Events:
     """The events, without "response." and a number, of a step of `_steps`."""
-    event, is_call = _KINDS[block.kind][1], block.kind == "call"
-    place = {"item_id": _id(block), "output_index": index}
+    (beginning, event), is_call = _KINDS[block.kind], block.kind == "call"
+    place = {"item_id": f"{beginning}_{block.id}", "output_index": index}
     if not is_call:
         place["content_index"] = 0
     logprobs: Json = {"logprobs": []} if block.kind == "text" else {}
