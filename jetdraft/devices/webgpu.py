@@ -51,7 +51,14 @@ class Adapter(VulkanDevice):
 def find_adapter() -> Adapter:
     """Return the plug-in's first GPU, or software adapter; raises `ProviderError`."""
     drivers = vulkan_devices() if sys.platform == "linux" else []
-    _load_plugin()
+    with refusing(ProviderError(MISSING_MESSAGE), ImportError):
+        plugin = import_module(PLUGIN)
+    os.environ.setdefault(_SOFTWARE_VARIABLE, "1")
+    ort.set_default_logger_severity(_ERRORS_ONLY)  # it warns of that variable
+    fact = f"onnxruntime {ort.__version__} cannot load the WebGPU plug-in"
+    # onnxruntime's exceptions have no common base.
+    with as_error(ProviderError, Exception, fact, _UPGRADE):
+        ort.register_execution_provider_library("webgpu", plugin.get_library_path())
     offered = [device for device in ort.get_ep_devices() if device.ep_name == EP_NAME]
     if not offered:
         fact = "the WebGPU plug-in finds no adapter; install the GPU's driver"
@@ -69,17 +76,6 @@ def find_adapter() -> Adapter:
 
 def _is_software(device: Any) -> bool:
     return bool(device.device.type == ort.OrtHardwareDeviceType.CPU)
-
-
-def _load_plugin() -> None:
-    with refusing(ProviderError(MISSING_MESSAGE), ImportError):
-        plugin = import_module(PLUGIN)
-    os.environ.setdefault(_SOFTWARE_VARIABLE, "1")
-    ort.set_default_logger_severity(_ERRORS_ONLY)  # it warns of that variable
-    fact = f"onnxruntime {ort.__version__} cannot load the WebGPU plug-in"
-    # onnxruntime's exceptions have no common base.
-    with as_error(ProviderError, Exception, fact, _UPGRADE):
-        ort.register_execution_provider_library("webgpu", plugin.get_library_path())
 
 
 def add_adapter(options: Any, provider_options: dict[str, str]) -> None:
