@@ -45,7 +45,14 @@ class StoreFile:
 
         Raises `StoreError` if that fails, and one of `DAMAGE` if it cannot be read.
         """
-        _create_or_check_owner(self.path)
+        path, fact = self.path, f"cannot write the store {printable(self.path)}"
+        with as_error(StoreError, OSError, fact, "choose another file"):
+            check_name(path)
+            if not path.exists():  # its owner alone can read it
+                os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
+            if not path.is_file() or not _is_ours(path):
+                fact = f"{path} is not a store of responses"
+                raise StoreError(f"{fact}; choose another file")
         with self.connect() as database:
             [(verdict,)] = database.execute("pragma quick_check(1)").fetchall()
             if verdict != "ok":
@@ -126,17 +133,6 @@ def check_user(user: str) -> str:
         fact = f"user {user!r} has unprintable characters"
         raise StoreError(f"{fact}; choose another name")
     return user
-
-
-def _create_or_check_owner(path: Path) -> None:
-    """Create an empty file that its owner alone can read, or check that it is ours."""
-    fact = f"cannot write the store {printable(path)}"
-    with as_error(StoreError, OSError, fact, "choose another file"):
-        check_name(path)
-        if not path.exists():
-            os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
-        if not path.is_file() or not _is_ours(path):
-            raise StoreError(f"{path} is not a store of responses; choose another file")
 
 
 def _is_ours(path: Path) -> bool:
