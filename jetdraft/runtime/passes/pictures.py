@@ -171,8 +171,10 @@ def cut(picture: npt.NDArray[np.uint8], vision: Vision) -> Tiles:
         longest = math.ceil(max(image.size) / side) * side
         image = resized(image, _with_longest(image.size, longest, side))
         columns, rows = image.width // side, image.height // side
-    elif vision.tiling == GRID and _is_large(image.size, vision):
-        columns, rows = _best_grid(image.size, vision)
+    elif vision.tiling == GRID:
+        squares = (max(vision.patch, round(n / side) * side) for n in image.size)
+        if math.prod(squares) >= vision.large:
+            columns, rows = _best_grid(image.size, vision)
     size = _fitting(image.size, vision) if vision.patch else (side, side)
     tiles = [np.asarray(resized(image, size))]
     if columns * rows > 1:
@@ -185,11 +187,6 @@ def cut(picture: npt.NDArray[np.uint8], vision: Vision) -> Tiles:
     count = sum(tile.size // 3 // side**2 for tile in tiles) * vision.rows
     text = _text(vision, [tile.shape[:2] for tile in tiles], columns)
     return Tiles(tiles, text, count, digest.digest(), size[1] // side)
-
-
-def _is_large(size: Size, vision: Vision) -> bool:
-    squares = (round(edge / vision.side) * vision.side for edge in size)
-    return math.prod(max(vision.patch, edge) for edge in squares) >= vision.large
 
 
 def _fitting(size: Size, vision: Vision) -> Size:
