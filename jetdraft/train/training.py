@@ -146,7 +146,14 @@ class Training(Run):
         if accelerator.is_main_process:
             self.task.begin(self)
         accelerator.wait_for_everyone()
-        self._resume(optimizers)
+        state = self.folder.read_state(self._identity())
+        if state is not None:
+            with torch.no_grad():
+                for name, weight in self.weights.items():
+                    weight.copy_(state["weights"][name])
+            for optimizer, kept in zip(optimizers, state["optimizers"], strict=True):
+                optimizer.load_state_dict(kept)
+            self.step = state["step"]
         module, *optimizers = accelerator.prepare(self.module, *optimizers)
         figures: dict[str, Any] = {}
         try:
@@ -200,17 +207,6 @@ class Training(Run):
             figures = self.task.validate(self, self.accelerator.unwrap_model(module))
         module.train()
         return figures
-
-    def _resume(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        state = self.folder.read_state(self._identity())
-        if state is None:
-            return
-        with torch.no_grad():
-            for name, weight in self.weights.items():
-                weight.copy_(state["weights"][name])
-        for optimizer, kept in zip(optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(kept)
-        self.step = state["step"]
 
     def _identity(self) -> dict[str, Any]:
         return {
