@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from jetdraft.cli import Verbs
+from jetdraft.cli import StandaloneCommand
 from jetdraft.cli.command import Command, keyword_flags
 from jetdraft.cli.console import ProgressBars
 from jetdraft.cli.flags import output_option
@@ -32,21 +32,14 @@ def command(target: str, output: Path, **options: Any) -> None:
         click.echo(f"{name}: {entry.scheme}{kl_text}", err=True)
 
 
-class _OptimumExports(Verbs):
-    """A group whose only command, jetdraft, is for `optimum-cli export`."""
-
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command:
-        output = next(param for param in command.params if param.name == "output")
-        others = [param for param in command.params if param is not output]
-        return Command(
-            cmd_name,
-            params=[*others, click.Argument(["output"], type=output.type)],
-            callback=command.callback,
-            help=f"{command.help}\n\nOUTPUT is the bundle folder to write.",
-            context_settings={"help_option_names": ["-h", "--help"]},
-        )
-
-
 def run_for_optimum(arguments: Sequence[str]) -> None:
     """Run an export with these arguments and exit; the code is 2 after bad input."""
-    _OptimumExports().main(["jetdraft", *arguments], prog_name="optimum-cli export")
+    output = next(param for param in command.params if param.name == "output")
+    others = [param for param in command.params if param is not output]
+    StandaloneCommand(
+        "jetdraft",
+        params=[*others, click.Argument(["output"], type=output.type)],
+        callback=command.callback,
+        help=f"{command.help}\n\nOUTPUT is the bundle folder to write.",
+        context_settings={"help_option_names": ["-h", "--help"]},
+    ).main(arguments, prog_name="optimum-cli export jetdraft")
