@@ -139,11 +139,7 @@ def choose_provider(
 
 def fastest_provider() -> str:
     """The name of the fastest provider that runs on this machine; may run trials."""
-    return next(
-        name
-        for name in PROVIDERS
-        if name == "cpu" or (try_provider(name).runs and not _is_software(name))
-    )
+    return choose_provider(AUTO, ()).name
 
 
 def _is_software(name: str) -> bool:
