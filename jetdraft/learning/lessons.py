@@ -96,7 +96,22 @@ class Lessons:
         try:
             self._file.renew()
             with self._file.connect() as database:
-                _insert(database, lesson, check_user(user))
+                user = check_user(user)
+                parts = lesson.tokens, lesson.places, lesson.ids
+                blobs = [part.astype(np.uint32).tobytes() for part in parts]
+                blobs.append(lesson.logits.astype(np.float32).tobytes())
+                row = user, time.time(), *blobs
+                columns = "user, kept, tokens, places, ids, logits"
+                insertion = f"insert into lessons ({columns}) values"
+                database.execute(f"{insertion} (?, ?, ?, ?, ?, ?)", row)
+                times, delete = entry_times(MAX_DAYS), "delete from lessons where"
+                database.execute(f"{delete} kept not between ? and ?", times)
+                latest = "order by kept desc, id desc limit ?"
+                kept = f"select id from lessons where user = ? {latest}"
+                deletion = f"{delete} user = ? and id not in ({kept})"
+                database.execute(deletion, (user, user, MAX_LESSONS))
+                kept = f"select id from lessons {latest}"
+                database.execute(f"{delete} id not in ({kept})", (MAX_IN_ALL,))
         except (*DAMAGE, OSError, StoreError) as error:
             warnings.warn(f"a lesson could not be kept ({error})", stacklevel=2)
 
@@ -136,23 +151,6 @@ class Lessons:
     def clear(self, user: str = "") -> int:
         """Delete a user's lessons; returns their number. Raises `StoreError`."""
         return self._file.clear("lessons", check_user(user))
-
-
-def _insert(database: sqlite3.Connection, lesson: Lesson, user: str) -> None:
-    """Insert a lesson, then delete what is old or beyond the bounds."""
-    parts = lesson.tokens, lesson.places, lesson.ids
-    blobs = [part.astype(np.uint32).tobytes() for part in parts]
-    blobs.append(lesson.logits.astype(np.float32).tobytes())
-    insertion = "insert into lessons (user, kept, tokens, places, ids, logits)"
-    row = user, time.time(), *blobs
-    database.execute(f"{insertion} values (?, ?, ?, ?, ?, ?)", row)
-    delete, latest = "delete from lessons where", "order by kept desc, id desc limit ?"
-    database.execute(f"{delete} kept not between ? and ?", entry_times(MAX_DAYS))
-    kept = f"select id from lessons where user = ? {latest}"
-    deletion = f"{delete} user = ? and id not in ({kept})"
-    database.execute(deletion, (user, user, MAX_LESSONS))
-    kept = f"select id from lessons {latest}"
-    database.execute(f"{delete} id not in ({kept})", (MAX_IN_ALL,))
 
 
 def _parse_row(row: tuple[bytes, ...], vocab_size: int) -> Iterator[Lesson]:
