@@ -110,9 +110,7 @@ class SourceDrafter(DraftModule):
 
 def spread_layers(count: int, layers: int) -> list[int]:
     """Spread `count` layer numbers over `layers` layers: (3, 8) gives [0, 4, 7]."""
-    if count == 1:
-        return [0]
-    return [round(i * (layers - 1) / (count - 1)) for i in range(count)]
+    return [round(i * (layers - 1) / max(1, count - 1)) for i in range(count)]
 
 
 def find_decoder_layers(model: Any) -> tuple[str, nn.ModuleList]:
