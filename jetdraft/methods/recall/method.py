@@ -75,21 +75,15 @@ class Script:
             self.place, self.agreed, self.lost = self.place + 1, self.agreed + 1, False
             return
         self.agreed, self.lost = 0, True
-        for size in range(LONGEST_ENDING, 0, -1):
+        for size in range(min(LONGEST_ENDING, len(output)), 0, -1):
             ending = list(output[-size:])
-            place = self._find_ending(ending) if len(ending) == size else None
-            if place is not None:
-                self.place, self.agreed, self.lost = place, size, False
-                return
-
-    def _find_ending(self, ending: list[int]) -> int | None:
-        """Return the place after the next `ending` in `SEARCHED_TOKENS`, or None."""
-        # The occurrence must end beyond the place, but may begin before it.
-        first = max(0, self.place - len(ending) + 1)
-        for start in range(first, min(self.place + SEARCHED_TOKENS, len(self.tokens))):
-            if self.tokens[start : start + len(ending)] == ending:
-                return start + len(ending)
-        return None
+            # The occurrence must end beyond the place, but may begin before it.
+            first = max(0, self.place - size + 1)
+            last = min(self.place + SEARCHED_TOKENS, len(self.tokens))
+            for start in range(first, last):
+                if self.tokens[start : start + size] == ending:
+                    self.place, self.agreed, self.lost = start + size, size, False
+                    return
 
 
 def adapt_response(
