@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -35,22 +35,17 @@ def initializer(graph: ir.Graph, name: str, array: npt.NDArray[np.generic]) -> i
     if spill is None or is_small:
         tensor: ir.TensorProtocol = ir.tensor(array, name=name)
     else:
-        tensor = _spilled(name, array, spill)
+        place, size, shape = spill.seek(0, os.SEEK_END), array.nbytes, array.shape
+        spill.write(np.ascontiguousarray(array).data)
+
+        def read() -> ir.TensorProtocol:
+            spill.seek(place)
+            return ir.tensor(np.frombuffer(spill.read(size), np.uint8).reshape(shape))
+
+        tensor = ir.LazyTensor(read, ir.DataType.UINT8, ir.Shape(shape), name=name)
     value = ir.val(name, const_value=tensor)
     graph.register_initializer(value)
     return value
-
-
-def _spilled(name: str, array: Array, file: BinaryIO) -> ir.LazyTensor:
-    """Write bytes to a file; return the tensor that reads them."""
-    place, size, shape = file.seek(0, os.SEEK_END), array.nbytes, array.shape
-    file.write(np.ascontiguousarray(array).data)
-
-    def read() -> ir.TensorProtocol:
-        file.seek(place)
-        return ir.tensor(np.frombuffer(file.read(size), np.uint8).reshape(shape))
-
-    return ir.LazyTensor(read, ir.DataType.UINT8, ir.Shape(shape), name=name)
 
 
 def add_derived(
