@@ -55,10 +55,6 @@ class StoredTensor(Tensor):
         return self.read(None).numpy(force=force)
 
 
-def _same(tensor: StoredTensor) -> Tensor:
-    return StoredTensor(tensor.shape, tensor.dtype, tensor.read)
-
-
 def _convert(tensor: StoredTensor, **how: Any) -> Tensor:
     dtype = how.get("dtype") or tensor.dtype
     return StoredTensor(tensor.shape, dtype, lambda i: tensor.read(i).to(dtype))
@@ -108,8 +104,8 @@ def _join(tensors: Sequence[StoredTensor], axis: int = 0) -> Tensor | None:
 
 _ATEN = torch.ops.aten
 _POSTPONED: dict[Any, Callable[..., Tensor | None]] = {
-    _ATEN.detach.default: _same,
-    _ATEN.alias.default: _same,
+    _ATEN.detach.default: _convert,
+    _ATEN.alias.default: _convert,
     _ATEN.select.int: lambda t, axis, i: t.read(i % len(t)) if axis == 0 else None,
     _ATEN._to_copy.default: _convert,
     _ATEN.transpose.int: _turn,
