@@ -247,22 +247,19 @@ class Cache:
         """Commit a path to its first gap, or moved together; returns how many rows."""
         kept = gapless_length(path)
         if kept < len(path) and not ends_at_gap:
-            self._move_rows([self.length + r for r in path[kept:]], self.length + kept)
+            if self._compaction is None:
+                raise ValueError("this cache has no compaction graph; give it one")
+            if (rows := len(path) - kept) not in self._moves:
+                self._moves[rows] = _MoveBinding(self._compaction, self, rows)
+            move, source = self._moves[rows], [self.length + r for r in path[kept:]]
+            with self.memory.exclusive_use():
+                start = time.perf_counter()
+                move.set(source, self.length + kept)
+                self._compaction.run_with_iobinding(move.io)
+                self.seconds += time.perf_counter() - start
             kept = len(path)
         self.advance(kept)
         return kept
-
-    def _move_rows(self, source: list[int], target: int) -> None:
-        if self._compaction is None:
-            raise ValueError("this cache has no compaction graph; give it one")
-        if (rows := len(source)) not in self._moves:
-            self._moves[rows] = _MoveBinding(self._compaction, self, rows)
-        move = self._moves[rows]
-        with self.memory.exclusive_use():
-            start = time.perf_counter()
-            move.set(source, target)
-            self._compaction.run_with_iobinding(move.io)
-            self.seconds += time.perf_counter() - start
 
 
 class _MoveBinding:
