@@ -92,7 +92,13 @@ class Transcription(Iterator[Segment]):
     ) -> None:
         self._speech = check_speech(parts)
         wanted.check(self._speech)
-        _check_options(options)
+        # What would cut or change a window's text.
+        ending, constraint = options.ending, options.constraint
+        values = constraint, ending.stops, ending.ignore_eos, options.images
+        names = "constraint", "stop", "ignore_eos", "images"
+        for name, value in zip(names, values, strict=True):
+            if value:
+                raise OptionError(f"a transcript has no {name}; leave it out", name)
         self._parts, self._planner = parts, planner
         self._ends = parts.bundle.eos_token_ids
         self._samples, self._wanted, self._options = samples, wanted, options
@@ -318,13 +324,3 @@ class OneOf:
         allowed = np.zeros(answer.vocab_size, bool)
         allowed[self._ids] = True
         return apply_changes(answer, [Mask.of(allowed)] * len(rows))
-
-
-def _check_options(options: Options) -> None:
-    """Raise `OptionError` for options that would cut or change a window's text."""
-    ending, constraint = options.ending, options.constraint
-    values = constraint, ending.stops, ending.ignore_eos, options.images
-    names = "constraint", "stop", "ignore_eos", "images"
-    for name, value in zip(names, values, strict=True):
-        if value:
-            raise OptionError(f"a transcript has no {name}; leave it out", name)
