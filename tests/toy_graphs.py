@@ -19,7 +19,7 @@ from jetdraft.bundle import (
     Bundle,
 )
 from jetdraft.contracts.step_contract import StepContract
-from jetdraft.contracts.tensors import TensorSpec
+from jetdraft.contracts.tensors import CANDIDATES, TensorSpec
 from jetdraft.export.derived import make_compaction_graph
 from jetdraft.manifest import GraphEntry
 from jetdraft.testing import toy_bundle
@@ -162,7 +162,7 @@ def _model(contract: StepContract, logits: np.ndarray) -> onnx.ModelProto:
     places = "places" if is_cut else "candidates"
     outputs = ["candidate_logits", places]
     nodes.nodes.append(helper.make_node("TopK", [answered, "k"], outputs))
-    nodes.constants["k"] = np.array([contract.candidates])
+    nodes.constants["k"] = np.array([min(CANDIDATES, contract.choices)])
     if is_cut:
         nodes.make("Gather", IDS, places, to="candidates")
     nodes.make("ReduceLogSumExp", answered, [-1], keepdims=0, to="logsumexp")

@@ -63,6 +63,9 @@ class ProbedModel(nn.Module, ABC):
         self.turns: tuple[Any, Callable[[Tensor], Any]] | None = None
         """For the next pass: the rotations of its rows, and of any positions."""
         self._pass: Pass | None = None
+        self.own_head: nn.Linear | None = None
+        self.own_logits: Tensor | None = None
+        """Of `own_head` in the last pass, [b, 1 + s, n]: of a row and s probes."""
         first, *others = top
         first.register_forward_pre_hook(self._append_probes, with_kwargs=True)
         for layer in (first, *others):
@@ -80,6 +83,21 @@ class ProbedModel(nn.Module, ABC):
         """All trained weights by their names."""
         parameters = self.named_parameters()
         return {n: weight for n, weight in parameters if self.trained in n.split(".")}
+
+    def give_head(self, own_head: nn.Linear) -> None:
+        """Give the probes an LM head for a part of the vocabulary."""
+        self.own_head = own_head
+        lm_head = self.model.get_output_embeddings()
+        lm_head.register_forward_pre_hook(self._run_own_head)
+
+    def _run_own_head(self, lm_head: nn.Module, args: tuple[Tensor]) -> Tensor | None:
+        """Hook before the LM head: leave it only the rows of a pass with probes."""
+        if self._pass is None or self.own_head is None:
+            return None  # an early exit
+        rows = args[0].shape[1] - self._pass.ids.shape[0]
+        # A row goes first, since not every operator takes empty inputs.
+        self.own_logits = self.own_head(args[0][:, rows - 1 :])
+        return args[0][:, :rows]
 
     @abstractmethod
     def start_states(self, hidden: Tensor) -> Tensor:
@@ -394,11 +412,18 @@ class PromptedModel(ProbedModel):
 
         probes = of_members(probe_rows), ids.reshape(-1), of_members(probe_ids + 1)
         logits, _ = self.run_pass(input_ids, position_ids, probes, keep, **options)
+
+        def average(logits: Tensor, rows: int) -> Tensor:
+            first, others = logits[:, :rows], logits[:, rows:]
+            parts = others.reshape(others.shape[0], -1, members, others.shape[2])
+            return torch.cat([first, parts.float().mean(2).to(logits.dtype)], 1)
+
         if members == 1:
             return logits
-        rows, others = logits[:, : keep.shape[0]], logits[:, keep.shape[0] :]
-        parts = others.reshape(others.shape[0], -1, members, others.shape[2])
-        return torch.cat([rows, parts.float().mean(2).to(logits.dtype)], 1)
+        if self.own_logits is None:
+            return average(logits, keep.shape[0])
+        self.own_logits = average(self.own_logits, 1)
+        return logits
 
     def start_states(self, hidden: Tensor) -> Tensor:
         """Return the embeddings of the prompt tokens, whatever the rows' states are."""

@@ -81,8 +81,8 @@ class StepContract:
 
     `kv_shapes` holds (kv_heads, head_dim) per layer; the KV buffers have `capacity` and
     `spare_slots` slots, which no pass reads, of "float32", "float16", or int8 with
-    `kv_bits` 8. A drafter may choose among the ids below its `vocab_size`, or among
-    `draft_vocab` of them; 0 means all.
+    `kv_bits` 8. A drafter, or a target's probes, may choose among the ids below
+    `vocab_size`, or among `draft_vocab` of them; 0 means all.
 
     A `tree` graph verifies branching drafts too. A row can carry `streams` probes; each
     takes `members` slots, and all see a `prefix` of slots. `hidden_size`,
@@ -192,14 +192,14 @@ class StepContract:
         return self.guesses if self.kv_shapes else 0
 
     @property
-    def choices(self) -> int:
-        """The number of tokens that the graph chooses among: columns of the logits."""
+    def drafted(self) -> int:
+        """The number of tokens that a drafter's rows or the probes choose among."""
         return self.draft_vocab or self.vocab_size
 
     @property
-    def candidates(self) -> int:
-        """The number of candidates that the graph returns for a row."""
-        return min(CANDIDATES, self.choices)
+    def choices(self) -> int:
+        """The number of tokens that rows choose among: columns of the logits."""
+        return self.vocab_size if self.streams else self.drafted
 
     @property
     def inputs(self) -> tuple[TensorSpec, ...]:
@@ -286,22 +286,12 @@ class StepContract:
     def answers(self) -> tuple[TensorSpec, ...]:
         """The outputs that are neither selections nor KV buffers, in graph order."""
         return (
-            *self._answer_tensors("", self.guesses or ANSWERS),
+            *_answer_tensors("", self.guesses or ANSWERS, self.choices),
             *_optional_tensor("hidden", ANSWERS, self.hidden_size),
             *_optional_tensor("features", ROWS, self.feature_size),
             *_optional_tensor("carried", ROWS, self.carried_size),
             *_optional_tensor("experts", ROWS, self.experts, "int64"),
-            *(self._answer_tensors("probe_", PROBES) if self.streams else ()),
-        )
-
-    def _answer_tensors(self, prefix: str, axis: int | str) -> tuple[TensorSpec, ...]:
-        """Return the four outputs for the rows of `axis`; names begin with `prefix`."""
-        k = self.candidates
-        return (
-            TensorSpec(f"{prefix}candidates", "int64", (1, axis, k)),
-            TensorSpec(f"{prefix}candidate_logits", "float32", (1, axis, k)),
-            TensorSpec(f"{prefix}logsumexp", "float32", (1, axis)),
-            TensorSpec(f"{prefix}logits", "float32", (1, axis, self.choices)),
+            *(_answer_tensors("probe_", PROBES, self.drafted) if self.streams else ()),
         )
 
     @property
@@ -335,6 +325,19 @@ class StepContract:
         """Map each layer to the shape [1, kv_heads, slots, head_dim] of its buffers."""
         shapes = enumerate(self.kv_shapes)
         return {layer: (1, heads, slots, size) for layer, (heads, size) in shapes}
+
+
+def _answer_tensors(
+    prefix: str, axis: int | str, choices: int
+) -> tuple[TensorSpec, ...]:
+    """Return the four outputs for the rows of `axis`; names begin with `prefix`."""
+    k = min(CANDIDATES, choices)
+    return (
+        TensorSpec(f"{prefix}candidates", "int64", (1, axis, k)),
+        TensorSpec(f"{prefix}candidate_logits", "float32", (1, axis, k)),
+        TensorSpec(f"{prefix}logsumexp", "float32", (1, axis)),
+        TensorSpec(f"{prefix}logits", "float32", (1, axis, choices)),
+    )
 
 
 def _keys_and_values(

@@ -24,8 +24,6 @@ def check_drafter(options: ExportOptions, *drafters: str | None) -> None:
         fact = "a bundle has one drafter; give --drafter or --head, not both"
     elif not count and options.drafter_provider:
         fact = "a drafter's provider needs a drafter; give --drafter too"
-    elif not count and options.draft_vocab is not None:
-        fact = "a draft vocabulary needs a drafter; give --drafter or --head too"
     if fact:
         raise OptionError(fact)
 
@@ -184,9 +182,12 @@ def check_draft_vocabulary(
     most = min(checkpoint.vocab_size for checkpoint in checkpoints.values()) - 1
     if count is None:
         return
+    if len(checkpoints) == 1 and head is None and checkpoints[TARGET].streams is None:
+        fact = "a draft vocabulary needs streams or a drafter"
+        raise OptionError(f"{fact}; give --drafter or --head too")
     if count > most:
         raise OptionError(
-            f"a draft vocabulary of {count} tokens is not a part of the pair's "
+            f"a draft vocabulary of {count} tokens is not a part of the models' "
             f"{most + 1}; give 1 to {most}, or leave it out"
         )
     if head is not None and not head.cuts_vocabulary:

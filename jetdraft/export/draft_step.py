@@ -86,7 +86,8 @@ class DraftStep(step.Step):
         with attending(state):
             logits, carried = self.model.draft(given)
         own = [] if carried is None else [carried.float()]
-        return [*self.answers(logits.float()), *own, *step.present_buffers(state)]
+        found = step.answers(logits.float(), self.ids)
+        return [*found, *own, *step.present_buffers(state)]
 
     def _add_block(
         self, given: DraftInputs, read: dict[str, Tensor], past: list[Tensor]
@@ -161,7 +162,7 @@ class SourceBlockStep(SourceStep):
                 (slice(None), slice(-size, None)),
                 **self.model_inputs(list(zip(cross[::2], cross[1::2], strict=True))),
             )
-        return [*self.answers(logits), *step.present_buffers(state)]
+        return [*step.answers(logits, self.ids), *step.present_buffers(state)]
 
 
 def slice_target_buffers(file: Path, contract: StepContract) -> None:

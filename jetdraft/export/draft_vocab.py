@@ -18,6 +18,7 @@ from jetdraft.checkpoints.layers import MAX_PADDING
 from jetdraft.checkpoints.model_reader import read_tokenizer
 from jetdraft.checkpoints.parameters import convert_while_running
 from jetdraft.errors import CheckpointError, PairError, printable
+from jetdraft.export.step import OWN_HEAD
 from jetdraft.quant.divergence import Windows, own_attention
 from jetdraft.quant.grids import Matrix
 from jetdraft.quant.weights import Quantization
@@ -84,6 +85,15 @@ class CutHead:
             return plain
         lender = replace(plain, head=self.whole, packed=self.blocks)
         return replace(plain, borrowed={self.embedding: self.whole}, lender=lender)
+
+
+def with_probe_head(plain: Quantization, ids: Tensor) -> Quantization:
+    """Return `plain`, but with an LM head of probes quantized as the whole one."""
+    packed: dict[str, Any] = dict(plain.packed)
+    if plain.head in packed:
+        packed[plain.head] = packed[plain.head].select_columns(ids.numpy())
+    lender = replace(plain, packed=packed)
+    return replace(plain, borrowed={f"{OWN_HEAD}.weight": plain.head}, lender=lender)
 
 
 def cut_head(head: DraftModule, ids: Tensor, dtype: torch.dtype) -> None:

@@ -152,7 +152,7 @@ def _make_bundle(
 
 
 def _cut_drafter(measures: Measures, reader: DraftModule | None) -> CutHead | None:
-    """Cut a drafter to `measures.ids`, which it sets; None for a head."""
+    """Cut a drafter to `measures.ids`, which it sets; None for heads and probes."""
     options, checkpoints = measures.options, measures.checkpoints
     drafter = checkpoints.get(DRAFTER)
     if drafter is not None and drafter.draft_ids is not None:
@@ -164,8 +164,9 @@ def _cut_drafter(measures: Measures, reader: DraftModule | None) -> CutHead | No
     dtype = getattr(torch, DTYPES[options.dtype_of(DRAFTER)])
     if reader is not None:
         draft_vocab.cut_head(reader, measures.ids, dtype)
+    if drafter is None:
         return None
-    cut = CutHead.of(checkpoints[DRAFTER], measures.ids, dtype)
+    cut = CutHead.of(drafter, measures.ids, dtype)
     measures.checkpoints = {**checkpoints, DRAFTER: cut.checkpoint}
     return cut
 
@@ -249,7 +250,7 @@ def _make_contract(
         **sizes._asdict(),
         hidden_size=is_drafter * model.get_output_embeddings().weight.shape[1],
         feature_size=checkpoint.taps.size if checkpoint.taps else 0,
-        draft_vocab=is_drafter * drafted,
+        draft_vocab=drafted if is_drafter or probes is not None else 0,
         **fields,
     )
 
@@ -262,7 +263,7 @@ def _make_job_and_entry(
     contract, recipe = measures.contracts[name], options.recipe_of(name)
     checks.check_raised(recipe, contract, checkpoint)
     packed, kl = checkpoint.packed, measures.kl.get(name)
-    ids = cut.ids if cut is not None and name == DRAFTER else None
+    ids = measures.ids if contract.draft_vocab else None
     entry = GraphEntry(
         file=f"{name}.onnx",
         contract=contract,
@@ -282,7 +283,9 @@ def _make_job_and_entry(
         packed.blocks if packed else {},
         rounded=measures.rounded.pop(name, {}),
     )
-    if cut is not None and ids is not None:
+    if ids is not None and name == TARGET:
+        quantization = draft_vocab.with_probe_head(quantization, ids)
+    elif ids is not None and cut is not None:
         quantization = cut.quantization(quantization)
     scales: list[Floats] = []
     if recipe.kv_bits:

@@ -42,7 +42,7 @@ Progress = Callable[[str, int, int], None]  # Stage, steps done, steps in all.
 
 @dataclass(frozen=True)
 class Job:
-    """A model to write: `names` by ids of weights, `ids` of a cut LM head."""
+    """A model to write: `names` by ids of weights, `ids` of a draft vocabulary."""
 
     folder: Path
     name: str
@@ -96,7 +96,7 @@ def _make_step(job: Job, entry: GraphEntry) -> tuple[Step, GraphEntry]:
         write_probe_weights(job.folder / STREAMS, probed, contract.dtype)
         settings = asdict(checkpoint.streams) | {"base": probed.base}
         kind: Any = StreamStep if isinstance(probed, StreamedModel) else ProbeStep
-        return kind(probed, contract), replace(entry, streams=settings)
+        return kind(probed, contract, job.ids), replace(entry, streams=settings)
     if checkpoint.reads_source:
         return SourceStep(model, contract), entry
     cut = 0 if taps is None else taps.cut
@@ -108,7 +108,7 @@ def write_chain(job: Job, entry: GraphEntry, step: Step) -> GraphEntry:
     """Trace and quantize a step; write its graph and weights; return its entry."""
     stage = f"trace {job.name}"
     job.report(stage, 0, 1)
-    model = trace(step, job.names)
+    model = trace(step, {**job.names, **step.own_names})
     replace_gather_nd(model.graph)
     if job.quantization.standard:
         derived.standardize(model, job.options.effective_flavour == SCATTERED)

@@ -56,9 +56,9 @@ class ExportRequest:
         of its matrices in bytes.
     max_kl: Give layers more bits until the mean KL divergence from the full target is
         below this, in nats per token.
-    draft_vocab: Let the drafter or head choose among this many tokens only, the most
-        frequent in --calibration or in what the target writes; its LM head gets as many
-        rows, and the text stays the same.
+    draft_vocab: Let the drafter, head or streams choose among this many tokens only,
+        the most frequent in --calibration or in what the target writes; their LM head
+        gets as many rows, and the text stays the same.
     select_kv: Add a graph that can read this many of the KV rows only, which each layer
         selects for each pass: for long contexts, as a drafter of itself (--method
         select, lossless), or as the target (--drafting select-kv=true --no-exact,

@@ -1,9 +1,10 @@
 """The pass as a torch module, with probes: streams (2402.11131) or prompt tokens."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -12,15 +13,18 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from jetdraft.checkpoints.attention import PassThroughCache, StepState, attending
+from jetdraft.checkpoints.heads.draft_module import lm_head_rows
 from jetdraft.checkpoints.layers import Taps, decoder_layers, watch_input
+from jetdraft.checkpoints.parameters import convert_while_running
 from jetdraft.checkpoints.recurrence import States
 from jetdraft.checkpoints.streams import ProbedModel, PromptedModel, StreamedModel
 from jetdraft.contracts.step_contract import PARENTS, SCORES, STATE_ROWS, StepContract
-from jetdraft.contracts.tensors import HIDDEN, TensorSpec
+from jetdraft.contracts.tensors import CANDIDATES, HIDDEN, TensorSpec
 from jetdraft.errors import JetdraftError, UnsupportedModelError
 
 # Different sizes, so that the tracer does not merge two axes into one.
 TRACED_ROWS, TRACED_ANSWERS, TRACED_PROBES, TRACED_SEEN = 7, 5, 6, 4
+OWN_HEAD = "probe_head"  # The name of the LM head of probes.
 CUT = "cut_hidden"  # An extra output: the hidden states at the cut.
 _FUSION_PREFIX = "features"  # Begins the names of a fusion's weights.
 Specs = tuple[TensorSpec, ...]
@@ -35,6 +39,8 @@ class Step(torch.nn.Module):
 
     extra_inputs: tuple[TensorSpec, ...] = ()
     extra_outputs: tuple[str, ...] = ()
+    own_names: Mapping[int, str] = MappingProxyType({})
+    """The names, by id, of weights that the checkpoint does not have."""
 
     def __init__(
         self,
@@ -118,8 +124,8 @@ class Step(torch.nn.Module):
         hidden = [head[0].float()] if self.contract.hidden_size else []
         if self.contract.experts:
             features.append(torch.cat(state.experts, 1)[None])
-        answers = [*self.answers(logits), *hidden, *features]
-        return [*answers, *present_buffers(state), *state.states.present, *cut]
+        found = [*answers(logits, self.ids), *hidden, *features]
+        return [*found, *present_buffers(state), *state.states.present, *cut]
 
     def logits(
         self, state: Any, input_ids: Tensor, position_ids: Tensor, answer_rows: Tensor
@@ -129,14 +135,6 @@ class Step(torch.nn.Module):
         rows = {"position_ids": position_ids, "logits_to_keep": answer_rows}
         logits: Tensor = self.model(input_ids=input_ids, **rows, **cache).logits
         return logits.float()
-
-    def answers(self, logits: Tensor) -> list[Tensor]:
-        """Return candidates, their logits, logsumexp, and `logits` [1, m, n] itself."""
-        values, places = torch.topk(logits, self.contract.candidates)
-        sums = log_sum_exp(logits, values[..., :1])[..., 0]
-        # WebGPU gathers integers of 32 bits only.
-        ids = places if self.ids is None else self.ids.int()[places].long()
-        return [ids, values, sums, logits]
 
     @property
     def unquantized_weights(self) -> dict[str, Tensor]:
@@ -220,6 +218,18 @@ def make_state(
     )
 
 
+def answers(logits: Tensor, ids: Tensor | None) -> list[Tensor]:
+    """Return candidates, their logits, logsumexp, and `logits` [1, m, n] itself.
+
+    `ids` int64 [n] are the tokens of the columns, None for all.
+    """
+    values, places = torch.topk(logits, min(CANDIDATES, logits.shape[2]))
+    sums = log_sum_exp(logits, values[..., :1])[..., 0]
+    # WebGPU gathers integers of 32 bits only.
+    candidates = places if ids is None else ids.int()[places].long()
+    return [candidates, values, sums, logits]
+
+
 PACKET = 16  # The most numbers that a processor takes a logarithm of at once.
 
 
@@ -295,9 +305,23 @@ def exporting(model: Any) -> Iterator[None]:
 
 
 class ProbeStep(Step):
-    """One pass of a model whose rows can carry probes, which may see a prefix."""
+    """One pass of a model whose rows can carry probes, which may see a prefix.
+
+    `ids` int64 [n] are the tokens that probes choose among, None for all.
+    """
 
     model: ProbedModel
+
+    def __init__(
+        self, probed: ProbedModel, contract: StepContract, ids: Tensor | None
+    ) -> None:
+        super().__init__(probed, contract, ids=ids)
+        if ids is not None:
+            own = lm_head_rows(probed.model.get_output_embeddings(), ids)
+            convert_while_running(own, dtype_of(contract))
+            probed.give_head(own)
+            weights = own.named_parameters()
+            self.own_names = {id(weight): f"{OWN_HEAD}.{n}" for n, weight in weights}
 
     @property
     def decoder(self) -> Any:
@@ -342,15 +366,17 @@ class ProbeStep(Step):
         with attending(state), eyes as words:
             given = words, position_ids, probe_rows, probe_ids, answer_rows
             logits, *extra_outputs = self.run_model(given, *extras, **cache)
+        found, own = answers(logits.float(), None), self.model.own_logits
         # Split the results: not every operator takes empty inputs, as without probes.
-        all_answers = self.answers(logits.float())
-        rows = answer_rows.shape[0]
-        row_answers, probe_answers = (
+        joined = found if own is None else answers(own.float(), self.ids)
+        rows = answer_rows.shape[0] if own is None else 1
+        first, probes = (
             # As floats, since WebGPU slices no integers.
-            [x.to(torch.float32)[:, start:end].to(x.dtype) for x in all_answers]
+            [x.to(torch.float32)[:, start:end].to(x.dtype) for x in joined]
             for start, end in ((0, rows), (rows, None))
         )
-        return [*row_answers, *probe_answers, *present_buffers(state), *extra_outputs]
+        of_rows = first if own is None else found
+        return [*of_rows, *probes, *present_buffers(state), *extra_outputs]
 
     def run_model(self, rows: tuple[Tensor, ...], **options: Any) -> list[Tensor]:
         """Run the model; return the logits, to which a subclass adds extra outputs."""
@@ -363,8 +389,10 @@ class StreamStep(ProbeStep):
     extra_inputs = (PARENTS,)
     extra_outputs = (CUT, SCORES.name)
 
-    def __init__(self, streamed: StreamedModel, contract: StepContract) -> None:
-        super().__init__(streamed, contract)
+    def __init__(
+        self, streamed: StreamedModel, contract: StepContract, ids: Tensor | None
+    ) -> None:
+        super().__init__(streamed, contract, ids)
         self.cut = streamed.settings.layers
 
     def run_model(  # type: ignore[override]  # its graph has one more input

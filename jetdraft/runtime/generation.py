@@ -296,10 +296,10 @@ class Generation:
 
         # Propose rows below the root, and below what the last pass left unproven.
         late = list(context[target.cache.length : -1])  # the end of the prompt
-        room = 0 if late else self._most_draft_rows(len(context), limit)
+        room = self._most_draft_rows(len(context), limit)
         carried = self._carried[: max(room, 0)]
         known = array("I", [*context, *carried]) if carried else context
-        offer = self.proposer_set.offer(known, room - len(carried))
+        offer = self.proposer_set.offer(known, room - len(carried), bool(late))
         started += sum(offer.late.values())  # reading late is no time of this round
         draft_seconds, draft = time.perf_counter() - started, offer.rows
         draft = draft.under([context[-1], *carried[:-1]]) if carried else draft

@@ -109,13 +109,6 @@ def test_fewer_streams_say_what_all_of_them_say(model, probing):
         np.testing.assert_allclose(found, every[row][: probing.streams], atol=1e-5)
 
 
-def test_main_rows_do_not_notice_streams(model):
-    without, none = passes(model, [4, 5, 7], Probing())
-    with_streams, _ = passes(model, [4, 5, 7], Probing(3))
-    assert not none
-    np.testing.assert_allclose(with_streams, without, atol=1e-5)
-
-
 def test_a_stream_sees_the_streams_below_it_only(checkpoint):
     main, before = whole_sequence(checkpoint)
 

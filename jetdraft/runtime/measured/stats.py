@@ -249,6 +249,10 @@ class PositionRates:
         self.successes += [0.0] * grow
         self.trials += [0.0] * grow
         self._failures_in_a_row += [0] * grow
+        if all(outcomes):  # places behind them were not tried, and may be right by now
+            behind = slice(len(outcomes), None)
+            for counts in (self.successes, self.trials):
+                counts[behind] = [x * self.MEMORY for x in counts[behind]]
         for place, success in enumerate(outcomes):
             failures = 0 if success else self._failures_in_a_row[place] + 1
             self._failures_in_a_row[place] = failures

@@ -106,21 +106,27 @@ def answer_of(tensors: Tensors, contract: StepContract, probes: Probes) -> Answe
     """The answer in a binding's outputs: views, so each pass overwrites it."""
     optional = {"hidden", "features", "carried", "experts"} & tensors.keys()
     more: dict[str, Any] = {name: tensors[name].array[0] for name in optional}
-    answer = replace(_answer_from(tensors, ""), **more)
-    if contract.draft_vocab:
-        answer = replace(answer, _logits=answer.candidate_logits, _fetch=None)
+    are_few = contract.draft_vocab > 0
+    own = _answer_from(tensors, "", are_few and not contract.streams)
+    answer = replace(own, **more)
     if not probes.total:
         return answer
-    all_probes, ends = _answer_from(tensors, "probe_"), list(accumulate(probes.counts))
+    ends = list(accumulate(probes.counts))
+    all_probes = _answer_from(tensors, "probe_", are_few)
     parts = {r: slice(ends[r] - probes.counts[r], ends[r]) for r in probes.carriers}
     by_row = {row: all_probes.rows(part) for row, part in parts.items()}
     return replace(answer, probes=by_row)
 
 
-def _answer_from(tensors: Tensors, prefix: str) -> Answer:
-    """The answer in the four outputs whose names begin with `prefix`."""
+def _answer_from(tensors: Tensors, prefix: str, are_few: bool) -> Answer:
+    """The answer in the four outputs whose names begin with `prefix`.
+
+    Columns of a part of the vocabulary (`are_few`) are no ids, so they are left out.
+    """
     names = ("candidates", "candidate_logits", "logsumexp", "logits")
     ids, values, sums, logits = (tensors[prefix + name].array[0] for name in names)
+    if are_few:
+        return Answer(ids, values, sums, values)
     return Answer(ids, values, sums, logits, _fetch=tensors[f"{prefix}logits"].fetch)
 
 

@@ -256,20 +256,20 @@ class _GraphBinding(PassBinding):
     def __init__(self, graph: Graph, session: StepSession, size: _PassSize) -> None:
         contract, probes = session.contract, size.probes
         # The buffers of other graphs that it reads, by the names of its inputs.
-        lent = {} if graph.source is None else graph.source.values
+        borrowed = {} if graph.source is None else graph.source.values
         if graph.pictures is not None:
-            lent |= graph.pictures.values
+            borrowed |= graph.pictures.values
         names = [spec.name for spec in graph.contract.target_kv]
         if names and graph.target_cache is None:
             raise ValueError("this graph reads the target's buffers; set its lender")
         own = {} if graph.target_cache is None else graph.target_cache.buffers
-        lent |= {name: own[name.replace("target_", "past_")] for name in names}
+        borrowed |= {name: own[name.replace("target_", "past_")] for name in names}
         selected = {name: tensor.value for name, tensor in graph.selected.items()}
         given = session.session, contract.inputs, contract.outputs
         buffers = {**graph.cache.buffers, **graph.cache.states, **selected}
         counts = size.width, size.answers, probes.total
         sizes = *counts, contract.members, contract.prefix, size.seen
-        others = graph.memory, lent, graph.shared
+        others = graph.memory, borrowed, graph.shared
         super().__init__(*given, buffers, sizes, *others)
         self.size, self.pictures = size, graph.pictures
         self.has_bias = contract.has_bias

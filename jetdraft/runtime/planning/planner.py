@@ -4,7 +4,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Collection, Iterable, MutableMapping
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import permutations
 from typing import Any
 
@@ -155,9 +155,15 @@ class ProposerSet:
     observers: list[Observer]
     vocab_size: int
 
-    def offer(self, context: Tokens, room: int) -> Offer:
-        """Ask proposers until the controller assigns at most `room` rows, maybe 0."""
+    def offer(self, context: Tokens, room: int, reads_late: bool = False) -> Offer:
+        """Ask proposers until the controller assigns at most `room` rows, maybe 0.
+
+        A round that `reads_late` drafts nothing, but its root can carry probes.
+        """
         offer = Offer(Rows.chain([context[-1]]))
+        if reads_late:
+            probing = self.controller.assign(max(room, 1), {}).probing
+            return replace(offer, probing=replace(probing, last_only=True))
         drafts: dict[Proposer, Rows] = {}
         while room > 0:
             # With an offer the controller knows evidence and rows, so it plans again.

@@ -54,16 +54,18 @@ every_way = pytest.mark.parametrize("way", WAYS, ids=str)
 def models(tmp_path_factory):
     made = {}
 
-    def of(kind, size=None, seed=0, **changes):
+    def of(kind, size=None, seed=0, few=None, **changes):
         size = BLOCK_SIZES[kind] if size is None else size
-        key = kind, size, seed, *changes.items()
+        key = kind, size, seed, few, *changes.items()
         if key not in made:
             folder = tmp_path_factory.mktemp(kind or "base")
             save_checkpoint(folder / "c", llama_config())
             if kind:
                 save_probes(folder / "c", replace(SETTINGS[kind], **changes), seed)
             recipe = f"int4-b{size}" if size else "none"
-            sizes = {"capacity": 256, "max_width": 64}
+            sizes = {"capacity": 256, "max_width": 64, "draft_vocab": few}
+            (text := folder / "text.txt").write_text("for the self in range " * 40)
+            sizes |= {"calibration": text} if few else {}
             output = folder / "bundle"
             made[key] = exported_model(folder / "c", output, recipe, **sizes)
         return made[key]
@@ -99,6 +101,30 @@ def test_the_base_alone_writes_the_same(models, kind):
     base = models("", BLOCK_SIZES[kind])
     for way in WAYS:
         assert plain_text(models(kind), **way) == plain_text(base, **way)
+
+
+@every_kind
+@pytest.mark.parametrize("size", [0, "32-head8"])
+def test_probes_choose_from_a_draft_vocabulary(models, kind, size):
+    members = {"members": 2} if kind == "ppd" else {}
+    both = [models(kind, size, few=count, **members) for count in (None, 70)]
+    answers = [
+        filled(model.parts.target, PROMPT[:10]).run(PROMPT[10:16], probing=Probing(3))
+        for model in both
+    ]
+    ids = both[1].bundle.draft_vocabulary("target")
+    for row in range(6):
+        whole, few = (answer.probes[row] for answer in answers)
+        logits = whole.logits[:, ids]
+        best = (-logits).argsort(1, kind="stable")[:, : few.candidates.shape[1]]
+        np.testing.assert_array_equal(few.candidates, ids[best])
+        best_logits = np.take_along_axis(logits, best, 1)
+        np.testing.assert_allclose(few.candidate_logits, best_logits, atol=1e-5)
+    draft = {"method": kind, "num_draft_tokens": 3}
+    drafts = [draft, {**draft, "exact": False}]
+    for drafted in same_text(both[1], drafts, WAYS, token_ids=PROMPT):
+        # A plan may rest.
+        assert kind == "ppd" or drafted.stats.drafted_tokens > 10
 
 
 @every_kind
@@ -227,6 +253,23 @@ def test_the_first_pass_has_streams_on_the_last_prompt_row_alone(models, monkeyp
     assert all(carriers == list(range(rows)) for rows, carriers in seen[2:-3])
 
 
+def test_the_pass_that_reads_the_prompts_end_drafts_too(models, monkeypatch):
+    model, ran = models("stream"), []
+    curve, graph = model.parts.curve, model.parts.target
+    monkeypatch.setattr(curve, "passes", dict.fromkeys(range(1, 17), 1.0))
+    monkeypatch.setattr(curve, "probe", 0.0)
+    monkeypatch.setattr(curve, "learn", lambda round_: None)
+    verify = graph.verify
+    spy = lambda *given: ran.append(verify(*given)) or ran[-1]  # noqa: E731
+    monkeypatch.setattr(graph, "verify", spy)
+    model.forget()
+    drafted = text(model, "stream", drafting={"tree": "chain"})
+    assert drafted.token_ids == plain_text(model)
+    (first, answer), (second, _) = ran[:2]
+    assert list(answer.probes) == [len(first) - 1] != [0]
+    assert len(second) > 1, "its draft"
+
+
 def test_another_task_can_be_swapped_in(models):
     model = models("stream")
     other = models("stream", 0, 5).bundle.path / "streams.npz"
@@ -353,11 +396,6 @@ def test_both_halves_hold_what_a_fresh_prefill_holds(models, exact):
     halves.run([*PROMPT, 9, 7, 6][:length])
     for one, buffer in zip(found, buffers, strict=True):
         np.testing.assert_allclose(one, buffer.numpy()[:, :, :length], atol=1e-4)
-
-
-def test_an_ensemble_writes_the_same_text(models):
-    drafts = [{"method": "ppd", "exact": exact} for exact in (True, False)]
-    same_text(models("ppd", 0, members=2), drafts, WAYS, token_ids=PROMPT)
 
 
 def test_a_draft_says_how_many_probes_its_rows_carry(models):
