@@ -343,7 +343,7 @@ class Bundle:
         return bundle
 
     def draft_vocabulary(self, name: str = DRAFTER) -> npt.NDArray[np.int64] | None:
-        """The ids of a head's logits, int64 [draft_vocab], or None; `BundleError`."""
+        """The ids of drafts' logits, int64 [draft_vocab], or None; `BundleError`."""
         entry = self.graphs[name]
         if entry.vocabulary_file is None:
             return None

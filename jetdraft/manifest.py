@@ -180,9 +180,10 @@ class GraphEntry:
     `tree_file` and `compaction_file` are its graphs for branching drafts, None if its
     attention does not allow branching. `streams` are the settings of its streams,
     `halves` its graphs below and above a cut. `vocabulary_file` is the draft vocabulary
-    of a head, see `Bundle.draft_vocabulary`, and `encoder_file` the encoder's graph of
-    a decoder that reads a source. `select_file` is a graph that can also read the rows
-    of a `selection` only. Graphs with `own_operators` of jetdraft run on the CPU only.
+    of a head or of probes, see `Bundle.draft_vocabulary`, and `encoder_file` the
+    encoder's graph of a decoder that reads a source. `select_file` is a graph that can
+    also read the rows of a `selection` only. Graphs with `own_operators` of jetdraft
+    run on the CPU only.
     """
 
     file: FileName

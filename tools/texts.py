@@ -19,7 +19,7 @@ from typing import Any
 import click
 from tokenizers import Tokenizer
 
-from jetdraft.bundle import TOKENIZER, Bundle
+from jetdraft.bundle import DRAFTER, TARGET, TOKENIZER, Bundle
 from jetdraft.cli import StandaloneCommand
 from jetdraft.cli.command import option
 from jetdraft.cli.flags import PATH, json_option
@@ -193,7 +193,7 @@ def main(
     vocabulary = None
     if draft_vocab is None and (source / MANIFEST).is_file():
         bundle = Bundle.open(source)
-        ids = None if bundle.drafter is None else bundle.draft_vocabulary()
+        ids = bundle.draft_vocabulary(TARGET if bundle.drafter is None else DRAFTER)
         vocabulary = None if ids is None else frozenset(ids.tolist())
     rows = text_figures(source / TOKENIZER, texts, vocabulary, draft_vocab)
     if as_json:

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from jetdraft.checkpoints.layers import add_lora, decoder_layers, final_norm, merge_lora
 from jetdraft.checkpoints.refusals import MAX_LAYERS
-from jetdraft.errors import CheckpointError, as_error
+from jetdraft.errors import CheckpointError, UnsupportedModelError, as_error
 from jetdraft.options import Checked, between, check_range, setting
 
 
@@ -66,6 +66,7 @@ class ProbedModel(nn.Module, ABC):
         self.own_head: nn.Linear | None = None
         self.own_logits: Tensor | None = None
         """Of `own_head` in the last pass, [b, 1 + s, n]: of a row and s probes."""
+        self._head_logits: Tensor | None = None
         first, *others = top
         first.register_forward_pre_hook(self._append_probes, with_kwargs=True)
         for layer in (first, *others):
@@ -89,15 +90,19 @@ class ProbedModel(nn.Module, ABC):
         self.own_head = own_head
         lm_head = self.model.get_output_embeddings()
         lm_head.register_forward_pre_hook(self._run_own_head)
+        lm_head.register_forward_hook(self._keep_logits)
 
     def _run_own_head(self, lm_head: nn.Module, args: tuple[Tensor]) -> Tensor | None:
         """Hook before the LM head: leave it only the rows of a pass with probes."""
         if self._pass is None or self.own_head is None:
-            return None  # an early exit
+            return None  # an early exit of the lower half
         rows = args[0].shape[1] - self._pass.ids.shape[0]
         # A row goes first, since not every operator takes empty inputs.
         self.own_logits = self.own_head(args[0][:, rows - 1 :])
         return args[0][:, :rows]
+
+    def _keep_logits(self, lm_head: nn.Module, args: Any, logits: Tensor) -> None:
+        self._head_logits = logits
 
     @abstractmethod
     def start_states(self, hidden: Tensor) -> Tensor:
@@ -130,6 +135,9 @@ class ProbedModel(nn.Module, ABC):
             logits = self.model(**read, logits_to_keep=torch.cat([keep, places])).logits
         finally:
             self._pass = self.turns = None
+        if self.own_head is not None and logits is not self._head_logits:
+            fact = "changes its logits after the LM head"
+            raise UnsupportedModelError.of(self.model, fact, "give no draft vocabulary")
         return logits, current
 
     @property

@@ -192,14 +192,14 @@ class StepContract:
         return self.guesses if self.kv_shapes else 0
 
     @property
-    def drafted(self) -> int:
+    def draft_choices(self) -> int:
         """The number of tokens that a drafter's rows or the probes choose among."""
         return self.draft_vocab or self.vocab_size
 
     @property
     def choices(self) -> int:
         """The number of tokens that rows choose among: columns of the logits."""
-        return self.vocab_size if self.streams else self.drafted
+        return self.vocab_size if self.streams else self.draft_choices
 
     @property
     def inputs(self) -> tuple[TensorSpec, ...]:
@@ -291,7 +291,11 @@ class StepContract:
             *_optional_tensor("features", ROWS, self.feature_size),
             *_optional_tensor("carried", ROWS, self.carried_size),
             *_optional_tensor("experts", ROWS, self.experts, "int64"),
-            *(_answer_tensors("probe_", PROBES, self.drafted) if self.streams else ()),
+            *(
+                _answer_tensors("probe_", PROBES, self.draft_choices)
+                if self.streams
+                else ()
+            ),
         )
 
     @property

@@ -18,12 +18,13 @@ from jetdraft.checkpoints.layers import MAX_PADDING
 from jetdraft.checkpoints.model_reader import read_tokenizer
 from jetdraft.checkpoints.parameters import convert_while_running
 from jetdraft.errors import CheckpointError, PairError, printable
-from jetdraft.export.step import OWN_HEAD
+from jetdraft.export.step import ProbeStep, Step
 from jetdraft.quant.divergence import Windows, own_attention
 from jetdraft.quant.grids import Matrix
 from jetdraft.quant.weights import Quantization
 
 ASKED_TOKENS = 512  # About how many the expected counts are summed over.
+OWN_HEAD = "probe_head"  # The name of the LM head of probes.
 
 
 def frequent_tokens(
@@ -85,6 +86,13 @@ class CutHead:
             return plain
         lender = replace(plain, head=self.whole, packed=self.blocks)
         return replace(plain, borrowed={self.embedding: self.whole}, lender=lender)
+
+
+def own_names(step: Step) -> dict[int, str]:
+    """The names, by id, of a step's weights that the checkpoint does not have."""
+    head = step.model.own_head if isinstance(step, ProbeStep) else None
+    weights = () if head is None else head.named_parameters()
+    return {id(weight): f"{OWN_HEAD}.{name}" for name, weight in weights}
 
 
 def with_probe_head(plain: Quantization, ids: Tensor) -> Quantization:

@@ -28,8 +28,8 @@ class ExportOptions:
     ai.onnx. A `kernel` of "jetdraft" holds llama.cpp's types as they are. A `limit`
     gives some layers of the target more bits. `adapter_scale`, 0 to 1, is how far
     streams of the shared mode move the weights. `calibration` is a text file for all
-    measures; without it the target writes a text. Drafts have the `draft_vocab` tokens
-    that are most frequent there, or all. A graph can read `select_kv` of the committed
+    measures; without it the target writes a text. Drafts choose among the `draft_vocab`
+    most frequent tokens of it, or all. A graph can read `select_kv` of the committed
     rows. Each of `adapters` is NAME=FOLDER, with a folder of peft.
 
         ExportOptions(recipe=Recipe("int8", block_size=32), capacity=1024)

@@ -152,7 +152,7 @@ def _make_bundle(
 
 
 def _cut_drafter(measures: Measures, reader: DraftModule | None) -> CutHead | None:
-    """Cut a drafter to `measures.ids`, which it sets; None for heads and probes."""
+    """Set `measures.ids`, and cut to them what drafts; None for heads and probes."""
     options, checkpoints = measures.options, measures.checkpoints
     drafter = checkpoints.get(DRAFTER)
     if drafter is not None and drafter.draft_ids is not None:
@@ -227,7 +227,8 @@ def _make_contract(
     sizes = sizes or buffer_sizes(model)
     if name != TARGET or probes is not None:
         sizes = sizes._replace(experts=0)
-    own_ids, is_drafter = checkpoint.draft_ids, name == DRAFTER
+    is_drafter = name == DRAFTER
+    own_ids = checkpoint.draft_ids if is_drafter else None
     drafted = (options.draft_vocab or 0) if own_ids is None else len(own_ids)
     fields: dict[str, Any] = {"max_width": options.max_width}
     size, turns, whole = checkpoint.picture_sizes

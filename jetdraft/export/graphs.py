@@ -24,6 +24,7 @@ from jetdraft.export import derived
 from jetdraft.export.adapters import Pairs, add_adapters, keep_adapter, read_adapter
 from jetdraft.export.attentions import attentions, is_shared, quantize_cache, windowed
 from jetdraft.export.derived import make_compaction_graph
+from jetdraft.export.draft_vocab import own_names
 from jetdraft.export.export_options import ExportOptions
 from jetdraft.export.fusing import fuse, fuse_products, replace_gather_nd, split_gemms
 from jetdraft.export.selected_attention import add_selection
@@ -108,7 +109,7 @@ def write_chain(job: Job, entry: GraphEntry, step: Step) -> GraphEntry:
     """Trace and quantize a step; write its graph and weights; return its entry."""
     stage = f"trace {job.name}"
     job.report(stage, 0, 1)
-    model = trace(step, {**job.names, **step.own_names})
+    model = trace(step, {**job.names, **own_names(step)})
     replace_gather_nd(model.graph)
     if job.quantization.standard:
         derived.standardize(model, job.options.effective_flavour == SCATTERED)

@@ -107,7 +107,7 @@ class Measures:
     """What an export measures on the calibration text, or on a text of the target.
 
     `kl` is by model and recipe, `overlaps` are acceptances with the drafter's recipe
-    and without, `rounded` matrices. A drafter may draft `ids` int64 [n], None for all.
+    and without, `rounded` matrices. Drafts have tokens `ids` int64 [n], None for all.
     """
 
     checkpoints: Mapping[str, Checkpoint]

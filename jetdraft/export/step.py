@@ -1,10 +1,9 @@
 """The pass as a torch module, with probes: streams (2402.11131) or prompt tokens."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -24,7 +23,6 @@ from jetdraft.errors import JetdraftError, UnsupportedModelError
 
 # Different sizes, so that the tracer does not merge two axes into one.
 TRACED_ROWS, TRACED_ANSWERS, TRACED_PROBES, TRACED_SEEN = 7, 5, 6, 4
-OWN_HEAD = "probe_head"  # The name of the LM head of probes.
 CUT = "cut_hidden"  # An extra output: the hidden states at the cut.
 _FUSION_PREFIX = "features"  # Begins the names of a fusion's weights.
 Specs = tuple[TensorSpec, ...]
@@ -39,8 +37,6 @@ class Step(torch.nn.Module):
 
     extra_inputs: tuple[TensorSpec, ...] = ()
     extra_outputs: tuple[str, ...] = ()
-    own_names: Mapping[int, str] = MappingProxyType({})
-    """The names, by id, of weights that the checkpoint does not have."""
 
     def __init__(
         self,
@@ -320,8 +316,6 @@ class ProbeStep(Step):
             own = lm_head_rows(probed.model.get_output_embeddings(), ids)
             convert_while_running(own, dtype_of(contract))
             probed.give_head(own)
-            weights = own.named_parameters()
-            self.own_names = {id(weight): f"{OWN_HEAD}.{n}" for n, weight in weights}
 
     @property
     def decoder(self) -> Any:

@@ -337,7 +337,7 @@ class Generation:
             target_seconds=target.seconds - target_before,
             draft_seconds=draft_seconds,
             commit_seconds=target.cache.seconds - commit_before,
-            probes=answer.probe_count,
+            probes=whole.probe_count,
             off=self._no_draft_reason(limit - len(context), offer, bool(late)),
             asked={p.traits.name: spent for p, spent in offer.asked.items()},
             evidence=offer.evidence,

@@ -4,9 +4,10 @@ import numpy as np
 import onnxruntime
 import pytest
 import torch
+from transformers import GraniteConfig
 
 import jetdraft
-from jetdraft import Bundle, CheckpointError, OptionError
+from jetdraft import Bundle, CheckpointError, OptionError, UnsupportedModelError
 from jetdraft.checkpoints.checkpoint import Checkpoint
 from jetdraft.checkpoints.streams import LOSSLESS, SHARED, Streams, StreamSettings
 from jetdraft.contracts.tensors import check_tensors
@@ -107,6 +108,14 @@ def test_fewer_streams_say_what_all_of_them_say(model, probing):
     assert sorted(some) == ([3, 9] if probing.last_only else [*range(10)])
     for row, found in some.items():
         np.testing.assert_allclose(found, every[row][: probing.streams], atol=1e-5)
+
+
+def test_a_draft_vocabulary_needs_the_lm_heads_own_logits(tmp_path):
+    scaled = {**CONFIG.to_dict(), "model_type": "granite", "logits_scaling": 8.0}
+    save_checkpoint(tmp_path / "c", GraniteConfig.from_dict(scaled))
+    save_probes(tmp_path / "c", SETTINGS)
+    said = "changes its logits after the LM head"
+    refused(UnsupportedModelError, said, tmp_path / "c", draft_vocab=70)
 
 
 def test_a_stream_sees_the_streams_below_it_only(checkpoint):

@@ -249,7 +249,7 @@ class PositionRates:
         self.successes += [0.0] * grow
         self.trials += [0.0] * grow
         self._failures_in_a_row += [0] * grow
-        if all(outcomes):  # places behind them were not tried, and may be right by now
+        if outcomes and all(outcomes):  # places behind them were not tried
             behind = slice(len(outcomes), None)
             for counts in (self.successes, self.trials):
                 counts[behind] = [x * self.MEMORY for x in counts[behind]]

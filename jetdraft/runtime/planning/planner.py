@@ -161,8 +161,8 @@ class ProposerSet:
         A round that `reads_late` drafts nothing, but its root can carry probes.
         """
         offer = Offer(Rows.chain([context[-1]]))
-        if reads_late:
-            probing = self.controller.assign(max(room, 1), {}).probing
+        if reads_late and room > 0:
+            probing = self.controller.assign(room, {}).probing
             return replace(offer, probing=replace(probing, last_only=True))
         drafts: dict[Proposer, Rows] = {}
         while room > 0:

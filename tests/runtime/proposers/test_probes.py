@@ -254,11 +254,11 @@ def test_the_first_pass_has_streams_on_the_last_prompt_row_alone(models, monkeyp
 
 
 def test_the_pass_that_reads_the_prompts_end_drafts_too(models, monkeypatch):
-    model, ran = models("stream"), []
+    model, ran, rounds = models("stream"), [], []
     curve, graph = model.parts.curve, model.parts.target
     monkeypatch.setattr(curve, "passes", dict.fromkeys(range(1, 17), 1.0))
     monkeypatch.setattr(curve, "probe", 0.0)
-    monkeypatch.setattr(curve, "learn", lambda round_: None)
+    monkeypatch.setattr(curve, "learn", rounds.append)
     verify = graph.verify
     spy = lambda *given: ran.append(verify(*given)) or ran[-1]  # noqa: E731
     monkeypatch.setattr(graph, "verify", spy)
@@ -267,6 +267,7 @@ def test_the_pass_that_reads_the_prompts_end_drafts_too(models, monkeypatch):
     assert drafted.token_ids == plain_text(model)
     (first, answer), (second, _) = ran[:2]
     assert list(answer.probes) == [len(first) - 1] != [0]
+    assert rounds[0].probes == answer.probe_count, "their time is learned as theirs"
     assert len(second) > 1, "its draft"
 
 
