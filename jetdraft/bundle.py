@@ -343,7 +343,10 @@ class Bundle:
         return bundle
 
     def draft_vocabulary(self, name: str = DRAFTER) -> npt.NDArray[np.int64] | None:
-        """The ids of drafts' logits, int64 [draft_vocab], or None; `BundleError`."""
+        """Token ids of the draft vocabulary, int64 [draft_vocab], or None for all.
+
+        Raises `BundleError` for a file with other ids.
+        """
         entry = self.graphs[name]
         if entry.vocabulary_file is None:
             return None

@@ -93,7 +93,7 @@ class ProbedModel(nn.Module, ABC):
         lm_head.register_forward_hook(self._keep_logits)
 
     def _run_own_head(self, lm_head: nn.Module, args: tuple[Tensor]) -> Tensor | None:
-        """Hook before the LM head: leave it only the rows of a pass with probes."""
+        """Hook before the LM head: the probes take their own, rows take the LM head."""
         if self._pass is None or self.own_head is None:
             return None  # an early exit of the lower half
         rows = args[0].shape[1] - self._pass.ids.shape[0]

@@ -177,7 +177,7 @@ def check_draft_vocabulary(
     checkpoints: Mapping[str, Checkpoint],
     head: DraftModule | None,
 ) -> None:
-    """Raise `OptionError` for a draft vocabulary that nothing here can have."""
+    """Raise `OptionError` unless these models can have this draft vocabulary."""
     count = options.draft_vocab
     most = min(checkpoint.vocab_size for checkpoint in checkpoints.values()) - 1
     if count is None:

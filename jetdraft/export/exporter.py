@@ -152,7 +152,10 @@ def _make_bundle(
 
 
 def _cut_drafter(measures: Measures, reader: DraftModule | None) -> CutHead | None:
-    """Set `measures.ids`, and cut to them what drafts; None for heads and probes."""
+    """Set `measures.ids`, and cut the drafter or the head to these tokens.
+
+    Returns the cut drafter; None for a head, for probes, and if nothing is cut.
+    """
     options, checkpoints = measures.options, measures.checkpoints
     drafter = checkpoints.get(DRAFTER)
     if drafter is not None and drafter.draft_ids is not None:
