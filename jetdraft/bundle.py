@@ -343,10 +343,7 @@ class Bundle:
         return bundle
 
     def draft_vocabulary(self, name: str = DRAFTER) -> npt.NDArray[np.int64] | None:
-        """Token ids of the draft vocabulary, int64 [draft_vocab], or None for all.
-
-        Raises `BundleError` for a file with other ids.
-        """
+        """Ids of the draft vocabulary, int64 [n], None for all; `BundleError`."""
         entry = self.graphs[name]
         if entry.vocabulary_file is None:
             return None

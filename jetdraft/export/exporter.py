@@ -152,10 +152,7 @@ def _make_bundle(
 
 
 def _cut_drafter(measures: Measures, reader: DraftModule | None) -> CutHead | None:
-    """Set `measures.ids`, and cut the drafter or the head to these tokens.
-
-    Returns the cut drafter; None for a head, for probes, and if nothing is cut.
-    """
+    """Set `measures.ids`, and cut the head or drafter to them; return the drafter."""
     options, checkpoints = measures.options, measures.checkpoints
     drafter = checkpoints.get(DRAFTER)
     if drafter is not None and drafter.draft_ids is not None:

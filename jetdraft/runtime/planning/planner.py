@@ -158,8 +158,7 @@ class ProposerSet:
     def offer(self, context: Tokens, room: int, reads_late: bool = False) -> Offer:
         """Ask proposers until the controller assigns at most `room` rows, maybe 0.
 
-        A round that `reads_late`, the end of the prompt, drafts nothing itself; its root
-        can carry probes, which draft for the next round.
+        A round that `reads_late` drafts nothing; its root's probes draft for the next.
         """
         offer = Offer(Rows.chain([context[-1]]))
         if reads_late and room > 0:
