@@ -183,7 +183,7 @@ def check_draft_vocabulary(
     if count is None:
         return
     if len(checkpoints) == 1 and head is None and checkpoints[TARGET].streams is None:
-        fact = "a draft vocabulary needs streams or a drafter"
+        fact = "a draft vocabulary needs a drafter or streams (jetdraft train stream)"
         raise OptionError(f"{fact}; give --drafter or --head too")
     if count > most:
         raise OptionError(
