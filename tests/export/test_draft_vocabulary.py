@@ -205,7 +205,7 @@ def test_a_count_that_is_no_part_is_refused(pair, tmp_path, count):
 
 
 def test_a_draft_vocabulary_without_a_drafter_is_refused(pair, tmp_path):
-    said = "needs a drafter or streams (jetdraft train stream); give --drafter"
+    said = r"a drafter or streams \(jetdraft train stream\); give --drafter"
     tiny.refused(OptionError, said, pair.target, draft_vocab=9)
 
 
