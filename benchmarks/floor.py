@@ -61,7 +61,7 @@ def bandwidth(threads: int, mb: int = 1024) -> float:
 
 
 def weight_bytes(file: Path) -> dict[str, int]:
-    """The bytes of constants by operator, but for a gather, which reads a few rows."""
+    """The bytes of constants by operator, but for tables that few rows are read of."""
     graph = onnx.load(file, load_external_data=False).graph
     sizes = {
         constant.name: int(np.prod(constant.dims))
@@ -70,7 +70,7 @@ def weight_bytes(file: Path) -> dict[str, int]:
     }
     read: Counter[str] = Counter()
     for node in graph.node:
-        if "Gather" not in node.op_type:
+        if not any(name in node.op_type for name in ("Gather", "Attention")):
             read[node.op_type] += sum(sizes.get(name, 0) for name in node.input)
     return {name: size for name, size in read.most_common() if size > 1e6}
 
