@@ -136,7 +136,7 @@ class Dimensions(LayerCounts):
         with (
             errors.refusing(refusal, LookupError, ArithmeticError, *_MALFORMED),
             as_error(CheckpointError, OSError, f"cannot read {file}", fix),
-            as_error(CheckpointError, JsonError, f"{file} is not JSON", fix),
+            as_error(CheckpointError, JsonError, f"{file} is not JSON or GGUF", fix),
         ):
             if _is_gguf(file):
                 return cls.of(_read_gguf(file)[0])

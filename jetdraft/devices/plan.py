@@ -246,13 +246,14 @@ class Board:
         """Yield plain decoding, then every method at every width and shape."""
         plain = 1e3 / self.pass_ms(1)
         yield Choice(NONE, "", CHAIN, 1, 1.0, plain, 1.0)
-        costs = (FREE, PROBES if self.drafter is None else DRAFTER)
+        chains = self.target.sizes.state_values > 0  # a state takes no trees, no probes
+        costs = (FREE, DRAFTER if self.drafter else FREE if chains else PROBES)
         compared = [method for method in methods if method.cost in costs]
         for width, shape in itertools.product(WIDTHS[1:], (CHAIN, TREE)):
             levels = expected_levels(width - 1, acceptance, shape == TREE)
             tokens = 1.0 + sum(rate for _, rate in levels)
             for method in compared:
-                if shape == TREE and not method.trees:
+                if shape == TREE and (chains or not method.trees):
                     continue
                 ms = self.pass_ms(width) + self._draft_ms(method.cost, levels)
                 name, speed = method.name, 1e3 * tokens / ms
@@ -276,9 +277,8 @@ class Board:
             return 0.0
         # Each row carries a probe per level, which run through the top layers and head.
         sizes = self.target.sizes
-        share = min(1.0, STREAM_LAYERS / sizes.layers)
-        layers = sizes.row_weights
-        part = (share * layers + sizes.head) / (layers + sizes.head)
+        top = min(1.0, STREAM_LAYERS / sizes.layers) * sizes.row_weights
+        part = (top + sizes.head) / (sizes.row_weights + sizes.head)
         probes = (1 + sum(rows for rows, _ in levels)) * len(levels)
         return probes * part * self.target.row_ms(self.mode, self.efficiency)
 

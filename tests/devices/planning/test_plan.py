@@ -364,10 +364,14 @@ def test_published_configs_name_layers_in_other_ways():
 
 
 @cases("fields, states", (GRANITE, 128 * 16 + 19 * 192 + 16 * 168), (LLAMA, 0))
-def test_a_plan_names_its_states(config, fields, states):
-    target = config(fields)
-    on_cpu = replace(ask(target), provider="cpu")
-    assert plan(on_cpu).memory_mb["states"] == pytest.approx(8e-6 * states)
+def test_states_are_named_and_take_chains_without_probes(config, fields, states):
+    target, drafter = config(fields), config(SMALL, "drafter.json")
+    alone, both = plan(ask(target)), plan(ask(target, drafter=drafter))
+    taken = {(row.shape, row.method) for row in alone.rows + both.rows}
+    wanted = {("chain", name) for name in ("none", "lookup", "draft")}
+    more = {("tree", "draft"), ("tree", "stream"), ("chain", "stream")}
+    assert taken == (wanted if states else wanted | more)
+    assert alone.memory_mb["states"] == pytest.approx(8e-6 * states)
     shown = jetdraft("plan", target, "--device", "agx-thor").stdout
     assert ("states" in shown) == bool(states)
 
@@ -403,7 +407,7 @@ def test_bytes_of_a_recipe(name, layers, head):
 
 @cases(
     "content, match",
-    ("{", "is not JSON"),
+    ("{", "is not JSON or GGUF"),
     ("[]", "does not describe a decoder"),
     ('{"is_encoder_decoder": true}', "a plan predicts decoders only"),
     ("{}", "does not describe a decoder"),
@@ -423,11 +427,7 @@ def test_files_that_are_not_configs_of_known_models(tmp_path, content, match):
         Dimensions.read(tmp_path)
 
 
-VISION = {
-    "hidden_size": 999,
-    "text_config": LLAMA,
-    "vision_config": {"hidden_size": 999},
-}
+VISION = {"hidden_size": 999, "text_config": LLAMA, "vision_config": {"hidden_size": 9}}
 ATTENTION = {"mamba_d_state": 16, "mamba_n_heads": 4, "layer_types": ["attention"] * 3}
 
 
