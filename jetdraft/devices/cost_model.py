@@ -160,7 +160,6 @@ class Dimensions(LayerCounts):
             fact = "has latent attention, whose sizes a plan does not know"
         if fact:
             raise UnsupportedModelError(f"the config {fact}; {_MEASURE}")
-        tied = config.get("tie_word_embeddings", False) if tied is None else tied
         experts, used = experts_of(config)
         inner = "moe_intermediate_size" if experts else "intermediate_size"
         inner = inner if config.get(inner) is not None else "intermediate_size"
@@ -171,9 +170,8 @@ class Dimensions(LayerCounts):
         hidden, heads = config["hidden_size"], config["num_attention_heads"]
         kv_heads = int(config.get("num_key_value_heads") or heads)
         if heads % kv_heads:
-            fact = f"the config's {heads} attention heads cannot share {kv_heads} "
-            fact += "heads of keys and values; give a causal language model's config"
-            raise CheckpointError(fact)
+            fact = f"the config's {heads} heads cannot share {kv_heads} heads of keys"
+            raise CheckpointError(f"{fact}; give a causal language model's config")
         rows = int(config.get("vocab_size_per_layer_input") or config["vocab_size"])
         counts = count_layers(config)
         return cls(
@@ -181,7 +179,7 @@ class Dimensions(LayerCounts):
             hidden_size=hidden,
             layers=layers,
             head=hidden * config["vocab_size"],
-            tied=bool(tied),
+            tied=bool(config.get("tie_word_embeddings") if tied is None else tied),
             window=int(config.get("sliding_window") or 0),
             experts=experts * bool(counts.expert),
             used=used * bool(counts.expert),
@@ -236,8 +234,7 @@ def experts_of(config: Config) -> tuple[int, int]:
     """The experts of a layer, and how many a token uses; (0, 0) for a dense model."""
     counts = [config.get(name) for name in EXPERTS]
     most = max((int(n) for n in counts if isinstance(n, int)), default=0)
-    switches = config.get("is_moe"), config.get("enable_moe_block")
-    if most < 2 or False in switches:
+    if most < 2 or False in (config.get("is_moe"), config.get("enable_moe_block")):
         return 0, 0
     used = _first(config, _USED)
     if type(used) is not int or not 1 <= used <= most:
@@ -251,10 +248,9 @@ def count_layers(config: Config) -> LayerCounts:
     """Count all layers of a config whose sizes were checked."""
     layers, hidden = config["num_hidden_layers"], config["hidden_size"]
     first_shared = layers - int(config.get("num_kv_shared_layers") or 0)
-    streams = int(config.get("altup_num_inputs") or 1) - 1
-    # The projections of embeddings that each layer has, and of Gemma 3n's streams.
-    width = layers * _layer_width(config) + streams * 2 * hidden
-    counts = [LayerCounts(hidden * width)]
+    # The projections of embeddings that each layer has, and two of each further stream.
+    beside = 2 * int(config.get("altup_num_inputs") or 1) - 2
+    counts = [LayerCounts(hidden * (layers * _layer_width(config) + beside * hidden))]
     for index, kind in enumerate(_kinds(config)[:layers]):
         counts += _layer_parts(config, index, kind, index >= first_shared)
     return LayerCounts(*map(sum, zip(*map(astuple, counts), strict=True)))
@@ -323,8 +319,7 @@ def _attention(config: Config, kind: str, shares: bool) -> LayerCounts:
     # q, k, v and o; a gated output doubles q.
     family = str(config.get("model_type"))
     gated = config.get("attn_output_gate", family.startswith(_GATED))
-    columns = (2 + bool(gated)) * heads
-    columns += 0 if shares else values * kv_heads
+    columns = (2 + bool(gated)) * heads + (0 if shares else values * kv_heads)
     kept = 0 if shares else 2 * kv_heads * size
     slides = kind == "sliding_attention" and bool(config.get("sliding_window"))
     rows = {"kv_values": kept * (not slides), "window_values": kept * slides}

@@ -186,7 +186,7 @@ def _refuse_measuring(options: Any) -> None:
     }
     for option, is_given in needs_measures.items():
         if is_given:
-            fact = f"a fast export measures nothing, and {option} takes measures"
+            fact = f"a fast export measures nothing, and {option} needs measures"
             raise OptionError(f"{fact}; leave one of the two out")
 
 

@@ -2,6 +2,7 @@
 
 import ctypes
 import functools
+import os
 import platform
 import sys
 from pathlib import Path
@@ -31,6 +32,6 @@ def isa() -> str:
         library.jetdraft_isa.restype = ctypes.c_char_p
     name: bytes | None = library.jetdraft_isa()
     if name is None:
-        fact = "this processor lacks the instructions that JETDRAFT_ISA names"
-        raise ProviderError(f"{fact}; leave it out")
+        fact = f"JETDRAFT_ISA={os.environ['JETDRAFT_ISA']!r} names no instructions of"
+        raise ProviderError(f"{fact} this processor; leave it out")
     return name.decode()

@@ -29,7 +29,7 @@ PROGRAM, LOADER, EMULATOR = (
 QEMUS = {m: which(f"qemu-{m}-static") or which(f"qemu-{m}") for m in SOURCES}
 on_x86 = pytest.mark.skipif(platform.machine() != "x86_64", reason="needs x86-64")
 INSTALL = "install jetdraft again on this machine, or export with --kernel onnxruntime"
-UNKNOWN = "the instructions that JETDRAFT_ISA names; leave it out"
+UNKNOWN = "JETDRAFT_ISA='abacus' names no instructions of this processor; leave it out"
 
 
 def compiled(folder, architecture, **changed):

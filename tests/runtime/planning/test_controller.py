@@ -58,7 +58,7 @@ def test_a_chain_that_stops_goes_on_as_far_as_its_tokens_pay():
     assert (controller.assign(15, {}).budget, controller.assign(15, {}).least) == (1, 0)
     proposer = controller.proposers[0] = Named("draft", stops=True)
     assert [controller.assign(room, {}).budget for room in (15, 3)] == [8, 3]
-    assert controller.assign(15, {}).least == pytest.approx(0.15 / 0.65, rel=0.01)
+    assert controller.assign(15, {}).least == pytest.approx(0.15 / 0.5, rel=0.01)
     assert controller.assign(15, {proposer: 2}).least == 0, "its rows are there"
 
 
