@@ -246,14 +246,14 @@ class Board:
         """Yield plain decoding, then every method at every width and shape."""
         plain = 1e3 / self.pass_ms(1)
         yield Choice(NONE, "", CHAIN, 1, 1.0, plain, 1.0)
-        chains = self.target.sizes.state_values > 0  # a state takes no trees, no probes
-        costs = (FREE, DRAFTER if self.drafter else FREE if chains else PROBES)
+        is_hybrid = self.target.sizes.state_values > 0  # without trees and probes
+        costs = (FREE, DRAFTER if self.drafter else FREE if is_hybrid else PROBES)
         compared = [method for method in methods if method.cost in costs]
         for width, shape in itertools.product(WIDTHS[1:], (CHAIN, TREE)):
             levels = expected_levels(width - 1, acceptance, shape == TREE)
             tokens = 1.0 + sum(rate for _, rate in levels)
             for method in compared:
-                if shape == TREE and (chains or not method.trees):
+                if shape == TREE and (is_hybrid or not method.trees):
                     continue
                 ms = self.pass_ms(width) + self._draft_ms(method.cost, levels)
                 name, speed = method.name, 1e3 * tokens / ms

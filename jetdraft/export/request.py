@@ -186,7 +186,7 @@ def _refuse_measuring(options: Any) -> None:
     }
     for option, is_given in needs_measures.items():
         if is_given:
-            fact = f"a fast export measures nothing, and {option} needs measures"
+            fact = f"a fast export measures nothing, but {option} needs a measurement"
             raise OptionError(f"{fact}; leave one of the two out")
 
 

@@ -29,7 +29,7 @@ MARGIN = 1.02
 LEARNING_ROUNDS = 8  # The controller learns from each eighth round without a plan.
 NEGLIGIBLE = 0.01  # Less likely tokens are not planned.
 MAX_SURE = 8  # The most tokens of a chain that ends by its own doubt.
-NEARLY = 1.04  # A shorter chain of right tokens may take this much longer a token.
+NEARLY = 1.04  # How many times the fastest chain's ms a token a shorter may take.
 TOKEN_PASSES = 0.5  # About how many plain passes a right drafted token saves.
 MAX_LEAST = 0.85  # The largest `least`, so that sure text is always drafted on.
 MAX_SIBLINGS = 3  # Children of a planned row beside its first child.
@@ -158,11 +158,11 @@ class AdaptiveController:
 
         least = ms of a token and its row / (TOKEN_PASSES * ms of a plain pass)
 
-        The chain is the shortest that brings right tokens nearly as fast as any.
+        Its limit is the smallest at which right tokens come nearly as fast as at any.
         """
         most = min(MAX_SURE, self.max_draft_tokens, _most_tokens(proposer, room, {}))
-        more = self.curve.drafts.get(proposer.traits.name, 0.0) + self.curve.kept_row
-        ms = [self._pass_ms(1 + n, NO_PROBING) + n * more for n in range(most + 1)]
+        each_ms = self.curve.drafts.get(proposer.traits.name, 0.0) + self.curve.kept_row
+        ms = [self._pass_ms(1 + n, NO_PROBING) + n * each_ms for n in range(most + 1)]
         paces = {n: ms[n] / (n + 1) for n in range(1, most + 1)}
         limit = next(n for n in paces if paces[n] <= NEARLY * min(paces.values()))
         least = (ms[limit] - ms[0]) / limit / (TOKEN_PASSES * ms[0])

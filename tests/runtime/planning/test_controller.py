@@ -60,6 +60,8 @@ def test_a_chain_that_stops_goes_on_as_far_as_its_tokens_pay():
     assert [controller.assign(room, {}).budget for room in (15, 3)] == [8, 3]
     assert controller.assign(15, {}).least == pytest.approx(0.15 / 0.5, rel=0.01)
     assert controller.assign(15, {proposer: 2}).least == 0, "its rows are there"
+    controller.curve = Curve({1: 1.0, 5: 1.2, 9: 3.0}, drafts={"draft": 0.1})
+    assert controller.assign(15, {}).budget == 4, "rows beyond the fifth cost more"
 
 
 def test_what_was_off_is_tried_again():
