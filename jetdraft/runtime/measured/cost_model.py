@@ -103,8 +103,8 @@ class Curve:
     def learn(self, round_: Round) -> None:
         """Move the estimates a little towards the times of a round.
 
-        What no recent round took moves in proportion, and the price of a drafted token
-        falls while nothing is drafted, until a draft shows the true price.
+        A width that no recent round took moves as the others on average, and the price
+        of a drafted token falls while nothing is drafted, until a draft shows it.
         """
         self._rounds += 1
         slowness = 1.0  # of the pass of this round, against its estimate
@@ -118,14 +118,15 @@ class Curve:
             ms = max(round_.target_seconds * 1e3 - more_ms, MIN_MS)
             after, slowness = _blend_estimate(before, ms), ms / before
             self._last_used[round_.width] = self._rounds
-            for width in filter(self._is_idle, [*self.passes]):
-                self.passes[width] *= after / before
+            # The mean move of the widths in use: products of their moves would drift.
+            idle = [*filter(self._is_idle, self.passes)]
+            scale = (after / before) ** (1 / (len(self.passes) - len(idle)))
+            self.passes |= {width: self.passes[width] * scale for width in idle}
             self.passes[round_.width] = after
             for method in filter(self._is_idle, [*self.drafts]):
                 self.drafts[method] *= IDLE_FADING * after / before
-        for method in round_.asked.keys() & self.drafts.keys():
-            drafted, seconds = round_.asked[method]
-            if not drafted:
+        for method, (drafted, seconds) in round_.asked.items():
+            if not drafted or method not in self.drafts:
                 continue
             recent = self._recent.setdefault(method, deque(maxlen=RECENT_ROUNDS))
             if self._is_idle(method):
@@ -145,10 +146,9 @@ class Curve:
         """Read its fields from JSON; raises `ValueError` where they are malformed."""
         curve: Curve = read_record(cls, fields)
         by_width = (curve.passes, curve.trees, curve.probed, curve.ended)
-        passes = [ms for times in by_width for ms in times.values()]
         others = [curve.compaction, curve.probe, curve.drafter, *curve.drafts.values()]
         others += [curve.kept_row, curve.expert, *curve.experts.values()]
-        plausible = [0 < ms < MAX_MS for ms in passes]
+        plausible = [0 < ms < MAX_MS for times in by_width for ms in times.values()]
         plausible += [0 <= ms < MAX_MS for ms in others]
         if not curve.passes or not all(plausible):
             raise ValueError("its times are missing or out of range")
