@@ -103,8 +103,8 @@ class Curve:
     def learn(self, round_: Round) -> None:
         """Move the estimates a little towards the times of a round.
 
-        A width that no recent round took moves as the others on average, and the price
-        of a drafted token falls while nothing is drafted, until a draft shows it.
+        What no recent round took moves as the widths in use do on average. The price of
+        a token falls too while nothing is drafted, until a draft shows the true price.
         """
         self._rounds += 1
         slowness = 1.0  # of the pass of this round, against its estimate
@@ -118,13 +118,13 @@ class Curve:
             ms = max(round_.target_seconds * 1e3 - more_ms, MIN_MS)
             after, slowness = _blend_estimate(before, ms), ms / before
             self._last_used[round_.width] = self._rounds
-            # The mean move of the widths in use: products of their moves would drift.
+            # Not by the product of the moves of all widths in use: it would drift.
             idle = [*filter(self._is_idle, self.passes)]
             scale = (after / before) ** (1 / (len(self.passes) - len(idle)))
             self.passes |= {width: self.passes[width] * scale for width in idle}
             self.passes[round_.width] = after
             for method in filter(self._is_idle, [*self.drafts]):
-                self.drafts[method] *= IDLE_FADING * after / before
+                self.drafts[method] *= IDLE_FADING * scale
         for method, (drafted, seconds) in round_.asked.items():
             if not drafted or method not in self.drafts:
                 continue

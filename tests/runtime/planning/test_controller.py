@@ -121,16 +121,16 @@ def test_what_no_round_takes_follows_the_machine():
     drafted, four = curve.drafts["draft"], curve.pass_ms(4)
     for _ in range(20):
         curve.learn(outcome("none", drafted=0, width=2, ms=2.0))
-    # A recent round took them.
     assert (curve.pass_ms(4), curve.drafts["draft"]) == (four, drafted)
     for _ in range(200):
         curve.learn(outcome("none", drafted=0, width=2, ms=2.0))
     assert curve.pass_ms(4) < 0.8 * four
     assert curve.pass_ms(8) == pytest.approx(1.2 * curve.pass_ms(4), rel=0.5)
-    curve = Curve({2: 2.0, 4: 4.0, 8: 8.0})
+    curve = Curve({2: 2.0, 4: 4.0, 8: 8.0}, drafts={"draft": 0.995**-400})
     for turn in range(400):  # slow memory, of which two widths in use tell
-        curve.learn(outcome(width=2 + turn % 2 * 2, ms=3.0 + turn % 2 * 3.0))
+        curve.learn(outcome("none", 0, 0, 3.0 + turn % 2 * 3.0, 2 + turn % 2 * 2))
     assert curve.pass_ms(8) == pytest.approx(12.0, rel=0.1)
+    assert curve.drafts["draft"] == pytest.approx(1.5, rel=0.1)
 
 
 def count_drafts(curve, passes, rate, draft_ms, first, busy=0):
