@@ -101,16 +101,6 @@ CUDA_OPTIONS: ProviderOptions = {
 WEBGPU_OPTIONS: ProviderOptions = {"enableInt64": "1", "enableGraphCapture": "0"}
 
 
-def providers_of(
-    name: str, session: Any, options: ProviderOptions
-) -> list[tuple[str, ProviderOptions]] | None:
-    """Return a session's `providers`; for WebGPU, set its options and return None."""
-    if name == "webgpu":
-        webgpu.add_adapter(session, options)
-        return None
-    return [(PROVIDERS[name].full, options)]
-
-
 def provider_named(name: str) -> Provider:
     """The provider of that name; raises `ProviderError` for an unknown name."""
     check_choice(ProviderError, "provider", name, PROVIDERS)

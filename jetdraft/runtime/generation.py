@@ -77,7 +77,9 @@ class Generation:
         self._namer = parts.text.stream(prompt, ends, special)
         thought_rules = self._thought_rules(prompt, thinking)
         self._matcher = self._make_matcher(len(prompt), *thought_rules)
-        rules = [*rules, *thought_rules]
+        penalties = options.penalties
+        changes = [PenaltyProcessor(penalties, prompt)] if penalties.changes else []
+        constraint = [] if self._matcher is None else [self._matcher]
         if prepared:
             self.prepare()
         learns = not drafting.select_kv  # the text may not be the model's
@@ -85,7 +87,8 @@ class Generation:
         self.proposers = self.proposer_set.proposers
         self.observers = self.proposer_set.observers
         self.verifier = self.proposer_set.verifier
-        self.chooser = Chooser(options.sampling, self._logits_processors(prompt, rules))
+        processors = [*changes, *rules, *thought_rules, *constraint]
+        self.chooser = Chooser(options.sampling, processors)
         self.widths = planner.widths(drafting)
         self._ends_at_gap = parts.widths.ends_at_gap(drafting.exact)
         selection = parts.bundle.target.selection
@@ -130,15 +133,6 @@ class Generation:
                 if not self.watcher.must_end():
                     raise
 
-    def _logits_processors(
-        self, prompt: list[int], rules: Sequence[LogitsProcessor]
-    ) -> list[LogitsProcessor]:
-        """The processors in their order: penalties, the `rules`, the constraint."""
-        penalties = self.options.penalties
-        changes = [PenaltyProcessor(penalties, prompt)] if penalties.changes else []
-        constraint = [] if self._matcher is None else [self._matcher]
-        return [*changes, *rules, *constraint]
-
     def run(self) -> Generator[Piece, None, None]:
         """Hold the buffers and yield a piece per round; then store the response."""
         with self.parts.claim.held_by(self.watcher):
@@ -175,8 +169,11 @@ class Generation:
             parts.draft_cache.forget()
         start = time.perf_counter()
         parts.encode_source(self._source, self.options.drafting.may_ask_drafter)
-        given = self.prompt, self._pictures, self.watcher.must_end
-        seen = parts.encode_pictures(*given)
+        seen: Sequence[int] = self.prompt  # with an id for each row of a picture
+        rows, token = parts.target.pictures, parts.picture_token
+        if rows is not None and token is not None:
+            given = self._pictures, parts.forget, self.watcher.must_end
+            seen = rows.encode(self.prompt, token, *given)
         prefix = self._reusable_prefix(exact)
         parts.predicted = self._predicted()
         for observer in self.observers:
@@ -185,8 +182,8 @@ class Generation:
         kept = prefix.reusable_rows(seen, exact)
         for proposer in self.proposers:
             kept = self._target.cache.resumable(proposer.keep(kept))
-        if parts.target.pictures is not None:
-            kept = parts.target.pictures.boundary(kept)
+        if rows is not None:
+            kept = rows.boundary(kept)
         self.stats.reused_tokens = kept
         prefix.forget()  # while rows and states change, Ctrl-C leaves nothing to reuse
         self._target.cache.rewind(kept)
@@ -296,7 +293,9 @@ class Generation:
 
         # Propose rows below the root, and below what the last pass left unproven.
         late = list(context[target.cache.length : -1])  # the end of the prompt
-        room = self._most_draft_rows(len(context), limit)
+        widest = self.widths[bisect_right(self.widths, target.cache.room) - 1]
+        # The root needs a row of the pass, the new token a place in the text.
+        room = min(limit - len(context), widest) - 1
         carried = self._carried[: max(room, 0)]
         known = array("I", [*context, *carried]) if carried else context
         offer = self.proposer_set.offer(known, room - len(carried), bool(late))
@@ -349,11 +348,6 @@ class Generation:
         for observer in self.observers:
             observer.learn_times(round_)
         return round_, Piece("", committed, len(path) - 1, logprobs)
-
-    def _most_draft_rows(self, length: int, limit: int) -> int:
-        widest = self.widths[bisect_right(self.widths, self._target.cache.room) - 1]
-        # The root needs a row of the pass, the new token a place in the text.
-        return min(limit - length, widest) - 1
 
     def _notify_observers(self, seen: Seen) -> None:
         for observer in self.observers:

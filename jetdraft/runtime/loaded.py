@@ -2,7 +2,7 @@
 
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from copy import deepcopy
@@ -326,18 +326,6 @@ class LoadedBundle:
     def _breaks_line(self, *ids: int) -> bool:
         text = self.text.decode(ids)
         return bool(text) and not text.strip("\n")
-
-    def encode_pictures(
-        self,
-        prompt: Sequence[int],
-        pictures: Sequence[Tiles],
-        must_end: Callable[[], bool],
-    ) -> Sequence[int]:
-        """Encode the pictures of a prompt; return it with an id for each row."""
-        rows, token = self.target.pictures, self.picture_token
-        if rows is None or token is None:
-            return prompt
-        return rows.encode(prompt, token, pictures, self.forget, must_end)
 
     @property
     def source(self) -> Sequence[int]:

@@ -66,7 +66,6 @@ def record_verdicts(
                 temperature=temperature,
                 seed=seed,
             ):
-                # No state is kept for the last token of a draft: nothing follows it.
                 for place, state in enumerate(watching.states[: piece.from_draft + 1]):
                     hidden.append(state)
                     verdicts.append(place < piece.from_draft)

@@ -17,7 +17,7 @@ from jetdraft.runtime.passes.prefix import common_length
 from jetdraft.runtime.proposers.drafter_methods import drafter_method
 from jetdraft.runtime.proposers.lookup import Guess, LookupProposer
 from jetdraft.runtime.proposers.method import MethodOptions
-from jetdraft.runtime.proposers.model_proposer import ModelProposer
+from jetdraft.runtime.proposers.model_proposer import ModelProposer, choose
 from jetdraft.runtime.proposers.proposer import Parents, Proposer, Traits
 from jetdraft.runtime.sampling.chooser import Chooser
 
@@ -110,13 +110,16 @@ class CascadeProposer(ModelProposer):
             places = range(len(guess.tokens))
             trusted = [self.trust.prefers(guess.evidence(place)) for place in places]
             by_drafter = not any(trusted[:1])
-            if by_drafter:
-                # Only what comes before the first trusted token is reviewed.
-                end = trusted.index(True) - 1 if any(trusted) else None
-                before, count = [*context, *drafted], reviewed - len(drafted)
-                tokens = self._draft_own(before, guess.tokens[:end], count)
-            else:
+            before = [*context, *drafted]
+            if not by_drafter:
                 tokens = guess.tokens[: [*trusted, False].index(False)]
+            elif self.cache.carry:
+                tokens = self.draft_chain(before, reviewed - len(drafted))
+            else:
+                # Only what comes before the first trusted token is reviewed.
+                own = guess.tokens[: trusted.index(True) - 1 if any(trusted) else None]
+                answer = self.cache.review(before, own)
+                tokens = choose(answer, len(before), self.chooser, guess=own)[0]
             if not tokens:
                 break
             trials += _as_trials(tokens, guess, by_drafter)
@@ -125,15 +128,6 @@ class CascadeProposer(ModelProposer):
         if drafted and len(drafted) < budget:
             drafted += self.below.guess_after(drafted, budget - len(drafted)).tokens
         return Rows.chain([context[-1], *drafted[:budget]], self.traits.kind)
-
-    def _draft_own(self, context: list[int], guess: list[int], count: int) -> list[int]:
-        """Return the drafter's tokens up to the first that differs from a guess."""
-        if self.cache.carry:
-            return super().propose(context, count).tokens[1:]
-        answer = self.cache.review(context, guess)
-        positions = range(len(context), len(context) + 1 + len(guess))
-        chosen = self.chooser.choose(answer, positions)
-        return chosen[: 1 + common_length(chosen, guess)]
 
 
 def _as_trials(tokens: list[int], guess: Guess, by_drafter: bool) -> list[Trial]:

@@ -130,16 +130,14 @@ class DraftCache:
 
     def step(self, token: int) -> Answer | None:
         """Run a drafted token at the cursor; None in a subclass that lacks room."""
+        if not self.carry:
+            return self.review([*self.tokens, token], ())
         self._most_left = min(self._most_left + 1, WIDEST)
-        if self.carry:
-            recent = np.array([self._next_window], np.int64) if self.window else None
-            answer = self.graph.run([token], features=self._carried, recent=recent)
-            assert answer.carried is not None
-            self._carried = answer.carried[-1:].copy()
-            self._next_window = (*self._next_window, token)[1:]
-        else:
-            answer = self.graph.run([token])
-            self.tokens.append(token)
+        recent = np.array([self._next_window], np.int64) if self.window else None
+        answer = self.graph.run([token], features=self._carried, recent=recent)
+        assert answer.carried is not None
+        self._carried = answer.carried[-1:].copy()
+        self._next_window = (*self._next_window, token)[1:]
         self.graph.cache.advance(1)
         self._passes = self.graph.passes
         return answer
@@ -180,6 +178,7 @@ class DraftCache:
         if len(context) + len(guess) - len(self.tokens) > widest:
             self.follow(context[:-1])
         rest = context[len(self.tokens) :]
+        self._most_left = 2  # the last token of a draft, and the target's own
         answer = self.graph.run([*rest, *guess])
         self._append_rows([*rest, *guess])
         return answer.rows(slice(len(rest) - 1, None))

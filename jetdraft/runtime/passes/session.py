@@ -6,14 +6,14 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from jetdraft.contracts.step_contract import StepContract
 from jetdraft.contracts.tensors import check_tensors
-from jetdraft.devices import providers as known
+from jetdraft.devices import webgpu
 from jetdraft.devices.memory import release_files
 from jetdraft.devices.providers import PROVIDER_FIX, PROVIDERS, try_provider
 from jetdraft.errors import ContractError, OptionError, ProviderError
@@ -79,7 +79,9 @@ def open_session(
     """
     full = PROVIDERS[provider].full
     options = _session_options(provider, threads)
-    providers = known.providers_of(provider, options, dict(provider_options or {}))
+    how: dict[str, Any] = {"providers": [(full, dict(provider_options or {}))]}
+    if provider == "webgpu":
+        webgpu.add_adapter(options, how.pop("providers")[0][1])
     weights = weights or {}
     no_library = None
     try:
@@ -93,8 +95,7 @@ def open_session(
         for name, value in (shared or {}).items():
             options.add_initializer(name, value)
         # The fallback of the Python package prints, then opens another session.
-        how = {"providers": providers, "enable_fallback": 0}
-        session = ort.InferenceSession(str(file), options, **how)
+        session = ort.InferenceSession(str(file), options, enable_fallback=0, **how)
     except Exception as error:  # onnxruntime's exceptions have no common base
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         if no_library and DOMAIN in reason.rpartition("failed:")[2]:  # after the file

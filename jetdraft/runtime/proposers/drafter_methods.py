@@ -13,6 +13,7 @@ from jetdraft.options import Range, between
 from jetdraft.runtime.drafters.draft_cache import DraftCache
 from jetdraft.runtime.loaded import LoadedBundle
 from jetdraft.runtime.passes.graph import Graph
+from jetdraft.runtime.proposers.lookup import LookupProposer
 from jetdraft.runtime.proposers.method import Method, OptionsT, TreeOptions
 from jetdraft.runtime.proposers.model_proposer import (
     THRESHOLDS,
@@ -109,7 +110,9 @@ def chain_or_tree_proposer(
     stops = stop is None and not (options.branched or contract.ahead)  # not of blocks
     traits = Traits(name, contract.max_width - 1, kind, ms_per_token, stops=stops)
     if not options.branched:
-        return ModelProposer(cache, traits, stop=stop)
+        lookup = LookupProposer(source=lambda: loaded.source, end=loaded.picture_token)
+        own = lookup if contract.stands_alone else None
+        return ModelProposer(cache, traits, stop=stop, lookup=own)
     check_trees(loaded.target, cache.graph)
     return ModelProposer(cache, traits, partial(grow, options.shape))
 

@@ -17,6 +17,8 @@ from jetdraft.runtime.drafts.rows import Rows, Tokens
 from jetdraft.runtime.loaded import LoadedBundle
 from jetdraft.runtime.passes.answer import Answer
 from jetdraft.runtime.passes.halves import PlacedRows
+from jetdraft.runtime.passes.prefix import common_length
+from jetdraft.runtime.proposers.lookup import LookupProposer
 from jetdraft.runtime.proposers.proposer import Parents, Proposer, Seen, Traits
 from jetdraft.runtime.sampling.chooser import Chooser, Sampling
 from jetdraft.runtime.trees.shapes import Shape, Static, Tree
@@ -145,7 +147,9 @@ class ModelProposer(Proposer):
     """Drafts with the graph that a `cache` keeps in step with the sequence.
 
     Without `grow` drafts are chains, which choose with the target's noise and end where
-    the rule `stop`, or `least`, doubts them. Proposers of one graph share its cache.
+    the rule `stop`, or `least`, doubts them. A model reads with each token what
+    `lookup` guesses after it, so that a pass drafts several tokens where it chooses the
+    same (Cascade Drafting, 2312.11462). Proposers of one graph share its cache.
 
         ModelProposer(DraftCache(graph), Traits("draft", 15)).propose([5, 8, 9], 3)
     """
@@ -156,11 +160,12 @@ class ModelProposer(Proposer):
         traits: Traits,
         grow: Grow | None = None,
         stop: DraftStop | None = None,
+        lookup: LookupProposer | None = None,
     ) -> None:
         contract = cache.graph.contract
         blind = not (contract.feature_input or contract.reads)
         self.traits = replace(traits, blind=blind)
-        self.cache, self.grow, self.stop = cache, grow, stop
+        self.cache, self.grow, self.stop, self.lookup = cache, grow, stop, lookup
         self.chooser = Chooser(Sampling())
 
     @property
@@ -170,6 +175,8 @@ class ModelProposer(Proposer):
     def begin(self, prompt: Sequence[int], chooser: Chooser) -> None:
         self.cache.begin(prompt)
         self.chooser = chooser
+        if self.lookup is not None:
+            self.lookup.begin(prompt, chooser)
 
     def keep(self, kept: int) -> int:
         return self.cache.keep(kept)
@@ -191,24 +198,62 @@ class ModelProposer(Proposer):
 
     def propose(self, context: Tokens, budget: int, parents: Parents = None) -> Rows:
         """Catch up with the context, then draft a chain or what `grow` makes."""
-        tokens, kind = [context[-1]], self.traits.kind
-        stop = DraftStop(confidence, self.least) if self.least else self.stop
-        answer = self.cache.follow(context)
+        tree = Tree(self.traits.kind, self.chooser, len(context), budget, [context[-1]])
         grow = self.grow
         if parents is not None:
             grow = partial(grow_guesses, Static(parents))
-        if answer is not None and grow is not None:
-            tree = Tree(kind, self.chooser, len(context), budget, tokens)
-            return grow(self.cache, answer, tree)
+        if grow is None:
+            stop = DraftStop(confidence, self.least) if self.least else self.stop
+            chain = self.draft_chain(context, budget, stop)
+            return Rows.chain([*tree.tokens, *chain], tree.kind)
+        answer = self.cache.follow(context)
+        if answer is None:
+            return Rows.chain(tree.tokens, tree.kind)
+        return grow(self.cache, answer, tree)
+
+    def draft_chain(
+        self, context: Tokens, budget: int, stop: DraftStop | None = None
+    ) -> list[int]:
+        """Draft at most `budget` tokens after a context, up to what `stop` doubts."""
+        cache, lookup, drafted = self.cache, self.lookup, list[int]()
+        if lookup is not None:
+            lookup.read(context)
         if stop is not None:
             stop.begin()
-        while answer is not None:
-            position = len(context) + len(tokens) - 1
-            tokens.append(self.chooser.choose(answer, [position])[0])
-            if len(tokens) > budget or (stop is not None and stop.ends_draft(answer)):
+        is_sure, guess, answer = True, list[int](), None
+        while is_sure and len(drafted) < budget:
+            if lookup is not None:
+                guess = lookup.guess_after(drafted, budget - len(drafted) - 1).tokens
+                answer = cache.review([*context, *drafted], guess)
+            else:
+                answer = cache.step(drafted[-1]) if drafted else cache.follow(context)
+            if answer is None:
                 break
-            answer = self.cache.step(tokens[-1])
-        return Rows.chain(tokens, kind)
+            place = len(context) + len(drafted)
+            tokens, is_sure = choose(answer, place, self.chooser, stop, guess)
+            drafted += tokens
+        return drafted
+
+
+def choose(
+    answer: Answer,
+    place: int,
+    chooser: Chooser,
+    stop: DraftStop | None = None,
+    guess: Sequence[int] | None = None,
+) -> tuple[list[int], bool]:
+    """Choose a token after each row, to stand at `place` and behind it.
+
+    The last is the first that `stop` doubts, or that differs from a `guess` which the
+    rows have read. Returns the tokens, and whether there was no doubt.
+    """
+    tokens = chooser.choose(answer, range(place, place + len(answer.candidates)))
+    if guess is not None:
+        tokens = tokens[: 1 + common_length(tokens, guess)]
+    for row in range(len(tokens)):
+        if stop is not None and stop.ends_draft(answer.rows(slice(row, row + 1))):
+            return tokens[: row + 1], False
+    return tokens, True
 
 
 def grow_levels(shape: Shape, cache: DraftCache, answer: Answer, tree: Tree) -> Rows:
@@ -241,27 +286,14 @@ class Guesses:
 
     def __call__(self, cache: DraftCache | None, answer: Answer, tree: Tree) -> Rows:
         count, place = min(tree.budget, len(answer.candidates)), tree.position
-        chooser = tree.chooser
         half = count if self.steps == 1 else (count + 1) // 2
         if self.stop is not None:
             self.stop.begin()
-        tokens, is_sure = self._choose_until_doubt(answer.first(half), place, chooser)
+        tokens, is_sure = choose(answer.first(half), place, tree.chooser, self.stop)
         if half < count and is_sure and cache is not None:
-            rest = cache.refine(tokens).first(count - half)
-            tokens += self._choose_until_doubt(rest, place + half, chooser)[0]
+            rest, place = cache.refine(tokens).first(count - half), place + half
+            tokens += choose(rest, place, tree.chooser, self.stop)[0]
         return Rows.chain([*tree.tokens, *tokens], tree.kind)
-
-    def _choose_until_doubt(
-        self, guesses: Answer, place: int, chooser: Chooser
-    ) -> tuple[list[int], bool]:
-        """The tokens chosen up to the first doubt, and whether there was no doubt."""
-        count, stop = len(guesses.candidates), self.stop
-        tokens = chooser.choose(guesses, range(place, place + count))
-        if stop is not None:
-            for row in range(count):
-                if stop.ends_draft(guesses.rows(slice(row, row + 1))):
-                    return tokens[: row + 1], False
-        return tokens, True
 
 
 def grow_guesses(shape: Shape, cache: object, answer: Answer, tree: Tree) -> Rows:
