@@ -267,6 +267,8 @@ class Generation:
                 if watcher.must_end():  # so the constraint was given up
                     return
                 raise
+            for observer in self.observers:
+                observer.learn_times(round_)
             tokens = watcher.read(piece.token_ids[: limit - len(sequence)])
             count = len(tokens)
             sequence.extend(tokens)
@@ -294,8 +296,7 @@ class Generation:
         # Propose rows below the root, and below what the last pass left unproven.
         late = list(context[target.cache.length : -1])  # the end of the prompt
         widest = self.widths[bisect_right(self.widths, target.cache.room) - 1]
-        # The root needs a row of the pass, the new token a place in the text.
-        room = min(limit - len(context), widest) - 1
+        room = min(limit - len(context), widest) - 1  # less the root, or the new token
         carried = self._carried[: max(room, 0)]
         known = array("I", [*context, *carried]) if carried else context
         offer = self.proposer_set.offer(known, room - len(carried), bool(late))
@@ -345,8 +346,6 @@ class Generation:
             experts=answer.touched,
         )
         self.proposer_set.controller.observe(round_)
-        for observer in self.observers:
-            observer.learn_times(round_)
         return round_, Piece("", committed, len(path) - 1, logprobs)
 
     def _notify_observers(self, seen: Seen) -> None:
