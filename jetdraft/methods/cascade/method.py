@@ -114,7 +114,7 @@ class CascadeProposer(ModelProposer):
             if not by_drafter:
                 tokens = guess.tokens[: [*trusted, False].index(False)]
             elif self.cache.carry:
-                tokens = self.draft_chain(before, reviewed - len(drafted))
+                tokens = super().propose(before, reviewed - len(drafted)).tokens[1:]
             else:
                 # Only what comes before the first trusted token is reviewed.
                 own = guess.tokens[: trusted.index(True) - 1 if any(trusted) else None]

@@ -38,7 +38,7 @@ class DraftCache:
         self.graph = graph
         self.reads, self.carry = contract.feature_input > 0, contract.carried_size > 0
         self.shift, self.window = int(self.reads), contract.recent
-        # On a GPU reading takes less, and nothing was measured.
+        # A model on the CPU: it skips text, and reads guesses. No GPU was measured.
         self.skips = contract.stands_alone and graph.memory is HOST
         self.tokens: list[int] = []
         self.seen: list[int] = []

@@ -110,9 +110,11 @@ def chain_or_tree_proposer(
     stops = stop is None and not (options.branched or contract.ahead)  # not of blocks
     traits = Traits(name, contract.max_width - 1, kind, ms_per_token, stops=stops)
     if not options.branched:
-        lookup = LookupProposer(source=lambda: loaded.source, end=loaded.picture_token)
-        own = lookup if contract.stands_alone else None
-        return ModelProposer(cache, traits, stop=stop, lookup=own)
+        lookup = None
+        if cache.skips:
+            end = loaded.picture_token
+            lookup = LookupProposer(source=lambda: loaded.source, end=end)
+        return ModelProposer(cache, traits, stop=stop, lookup=lookup)
     check_trees(loaded.target, cache.graph)
     return ModelProposer(cache, traits, partial(grow, options.shape))
 

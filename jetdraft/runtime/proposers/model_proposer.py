@@ -195,32 +195,27 @@ class ModelProposer(Proposer):
 
     def catch_up(self, context: Tokens) -> None:
         self.cache.catch_up(context)
+        if self.lookup is not None:
+            self.lookup.read(context)
 
     def propose(self, context: Tokens, budget: int, parents: Parents = None) -> Rows:
         """Catch up with the context, then draft a chain or what `grow` makes."""
+        cache, lookup, drafted = self.cache, self.lookup, list[int]()
         tree = Tree(self.traits.kind, self.chooser, len(context), budget, [context[-1]])
-        grow = self.grow
+        grow, answer = self.grow, None
         if parents is not None:
             grow = partial(grow_guesses, Static(parents))
-        if grow is None:
-            stop = DraftStop(confidence, self.least) if self.least else self.stop
-            chain = self.draft_chain(context, budget, stop)
-            return Rows.chain([*tree.tokens, *chain], tree.kind)
-        answer = self.cache.follow(context)
-        if answer is None:
-            return Rows.chain(tree.tokens, tree.kind)
-        return grow(self.cache, answer, tree)
-
-    def draft_chain(
-        self, context: Tokens, budget: int, stop: DraftStop | None = None
-    ) -> list[int]:
-        """Draft at most `budget` tokens after a context, up to what `stop` doubts."""
-        cache, lookup, drafted = self.cache, self.lookup, list[int]()
-        if lookup is not None:
-            lookup.read(context)
+        if grow is not None:
+            answer = cache.follow(context)
+            if answer is None:
+                return Rows.chain(tree.tokens, tree.kind)
+            return grow(cache, answer, tree)
+        stop = DraftStop(confidence, self.least) if self.least else self.stop
         if stop is not None:
             stop.begin()
-        is_sure, guess, answer = True, list[int](), None
+        if lookup is not None:
+            lookup.read(context)
+        is_sure, guess = True, list[int]()
         while is_sure and len(drafted) < budget:
             if lookup is not None:
                 guess = lookup.guess_after(drafted, budget - len(drafted) - 1).tokens
@@ -232,7 +227,7 @@ class ModelProposer(Proposer):
             place = len(context) + len(drafted)
             tokens, is_sure = choose(answer, place, self.chooser, stop, guess)
             drafted += tokens
-        return drafted
+        return Rows.chain([*tree.tokens, *drafted], tree.kind)
 
 
 def choose(
@@ -244,8 +239,8 @@ def choose(
 ) -> tuple[list[int], bool]:
     """Choose a token after each row, to stand at `place` and behind it.
 
-    The last is the first that `stop` doubts, or that differs from a `guess` which the
-    rows have read. Returns the tokens, and whether there was no doubt.
+    The last is the first that `stop` doubts, or that differs from the `guess` which the
+    rows behind the first have read. Returns the tokens, and whether there was no doubt.
     """
     tokens = chooser.choose(answer, range(place, place + len(answer.candidates)))
     if guess is not None:
