@@ -296,7 +296,7 @@ class Generation:
         # Propose rows below the root, and below what the last pass left unproven.
         late = list(context[target.cache.length : -1])  # the end of the prompt
         widest = self.widths[bisect_right(self.widths, target.cache.room) - 1]
-        room = min(limit - len(context), widest) - 1  # less the root, or the new token
+        room = min(limit - len(context), widest) - 1  # the root or the new token
         carried = self._carried[: max(room, 0)]
         known = array("I", [*context, *carried]) if carried else context
         offer = self.proposer_set.offer(known, room - len(carried), bool(late))

@@ -38,7 +38,7 @@ class DraftCache:
         self.graph = graph
         self.reads, self.carry = contract.feature_input > 0, contract.carried_size > 0
         self.shift, self.window = int(self.reads), contract.recent
-        # A model on the CPU: it skips text, and reads guesses. No GPU was measured.
+        # A model on the CPU skips text and reads guesses. No GPU was measured.
         self.skips = contract.stands_alone and graph.memory is HOST
         self.tokens: list[int] = []
         self.seen: list[int] = []
@@ -172,7 +172,7 @@ class DraftCache:
         return answer.rows(slice(len(block), None))
 
     def review(self, context: Tokens, guess: Sequence[int]) -> Answer:
-        """Run a chain of guesses after `context`; the answer for its root and them."""
+        """Run `context` and guesses; the answers after its end and after each guess."""
         self._drop_differing(context)
         widest = min(WIDEST, self.graph.contract.max_width)
         if len(context) + len(guess) - len(self.tokens) > widest:

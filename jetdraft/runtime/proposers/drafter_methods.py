@@ -110,9 +110,8 @@ def chain_or_tree_proposer(
     stops = stop is None and not (options.branched or contract.ahead)  # not of blocks
     traits = Traits(name, contract.max_width - 1, kind, ms_per_token, stops=stops)
     if not options.branched:
-        lookup = None
+        end, lookup = loaded.picture_token, None
         if cache.skips:
-            end = loaded.picture_token
             lookup = LookupProposer(source=lambda: loaded.source, end=end)
         return ModelProposer(cache, traits, stop=stop, lookup=lookup)
     check_trees(loaded.target, cache.graph)

@@ -147,9 +147,9 @@ class ModelProposer(Proposer):
     """Drafts with the graph that a `cache` keeps in step with the sequence.
 
     Without `grow` drafts are chains, which choose with the target's noise and end where
-    the rule `stop`, or `least`, doubts them. A model reads with each token what
-    `lookup` guesses after it, so that a pass drafts several tokens where it chooses the
-    same (Cascade Drafting, 2312.11462). Proposers of one graph share its cache.
+    the rule `stop`, or `least`, doubts them. With a `lookup`, each pass of a model also
+    reads what lookup guesses next, and drafts each guess that the model chooses too
+    (Cascade Drafting, 2312.11462). Proposers of one graph share its cache.
 
         ModelProposer(DraftCache(graph), Traits("draft", 15)).propose([5, 8, 9], 3)
     """
@@ -215,11 +215,11 @@ class ModelProposer(Proposer):
             stop.begin()
         if lookup is not None:
             lookup.read(context)
-        is_sure, guess = True, list[int]()
+        is_sure, guess, text = True, list[int](), [*context] if lookup else []
         while is_sure and len(drafted) < budget:
             if lookup is not None:
                 guess = lookup.guess_after(drafted, budget - len(drafted) - 1).tokens
-                answer = cache.review([*context, *drafted], guess)
+                answer = cache.review(text, guess)
             else:
                 answer = cache.step(drafted[-1]) if drafted else cache.follow(context)
             if answer is None:
@@ -227,6 +227,7 @@ class ModelProposer(Proposer):
             place = len(context) + len(drafted)
             tokens, is_sure = choose(answer, place, self.chooser, stop, guess)
             drafted += tokens
+            text += tokens
         return Rows.chain([*tree.tokens, *drafted], tree.kind)
 
 
@@ -237,10 +238,10 @@ def choose(
     stop: DraftStop | None = None,
     guess: Sequence[int] | None = None,
 ) -> tuple[list[int], bool]:
-    """Choose a token after each row, to stand at `place` and behind it.
+    """Choose a token after each row, the first at `place`; return them.
 
-    The last is the first that `stop` doubts, or that differs from the `guess` which the
-    rows behind the first have read. Returns the tokens, and whether there was no doubt.
+    If the rows behind the first have read a `guess`, the last token returned is the
+    first that differs from it. `stop` may end them earlier: then returns False too.
     """
     tokens = chooser.choose(answer, range(place, place + len(answer.candidates)))
     if guess is not None:
